@@ -1,0 +1,191 @@
+"""The `rsi` command: thin, and quick to answer `--help`; what loads torch is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+DESCRIPTION = """\
+One model proposes terminal environments, solves them, and learns from both.
+
+  scripts/quickstart.sh                        the whole loop on a CPU, from a clean clone
+  torchrun --standalone --nproc-per-node=1 recipes/self_play.py RECIPE.yaml [key=value ...]
+  rsi config RECIPE.yaml --help                every key of a recipe, with its default
+  tensorboard --logdir runs                    curves of all runs
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when all is well, 2 for a mistake of the user's or a fault of the machine, both told in one line."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, RuntimeError) as error:  # bases of ConfigError, SandboxError, EngineError, RunError
+        if args.traceback:
+            raise
+        print(f"rsi: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rsi", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    evaluate = commands.add_parser("eval", help="pass rate of a model on a suite of tasks")
+    evaluate.add_argument("--suite", choices=["heldout"], default="heldout", help="200 tasks, 50 at each depth 1 to 4")
+    evaluate.add_argument("--model", required=True, help="directory with config, weights and tokenizer, or hub name")
+    evaluate.add_argument("--recipe", type=Path, help="take engine, sandbox and episode limits from this recipe")
+    evaluate.add_argument("--attempts", type=int, default=1, help="at each task (default 1)")
+    evaluate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    evaluate.add_argument("--seed", type=int, default=0)
+    evaluate.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides: sandbox.max_alive=8")
+    evaluate.set_defaults(run=_eval)
+
+    sandbox = commands.add_parser("sandbox", help="what the sandbox can do on this machine")
+    probe = sandbox.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "probe", help="try every limit in a throwaway sandbox"
+    )
+    probe.add_argument("--json", action="store_true")
+    probe.set_defaults(run=_probe)
+
+    config = commands.add_parser("config", help="check a recipe and print it whole, every default filled in")
+    config.add_argument("recipe", nargs=argparse.REMAINDER, metavar="RECIPE.yaml [KEY=VALUE | --KEY VALUE ...]")
+    config.set_defaults(run=_config)
+
+    pool = commands.add_parser("pool", help="the environments that a run trains on")
+    listing = pool.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "ls", help="every admitted environment: when, from what, and how the solver does on it"
+    )
+    listing.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/tiny_cpu")
+    listing.add_argument("--json", action="store_true", help="one JSON object a line")
+    listing.set_defaults(run=_pool_ls)
+    return parser
+
+
+def _eval(args: argparse.Namespace) -> int:
+    result = asyncio.run(_evaluate(args))
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    from rsi.progress import print_heldout
+
+    print_heldout(result)
+    return 0
+
+
+async def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    from rsi.config import RunConfig, load
+
+    config = load(RunConfig, args.recipe, ["steps=1", *args.overrides])  # a mistake is told before torch is loaded
+
+    from rsi.lab import open_lab
+    from rsi_eval.heldout import evaluate, load_suite
+
+    async with open_lab(replace(config, model=replace(config.model, path=args.model))) as lab:
+        result = await evaluate(
+            lab.site,
+            load_suite(),
+            attempts=args.attempts,
+            limits=config.solve.episode,
+            seed=args.seed,
+            temperature=args.temperature,
+            concurrency=config.solve.concurrency,
+            suite=args.suite,
+        )
+    return result.to_json()
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from rsi.sandbox import Capabilities, SandboxConfig, build_backend
+
+    async def probe() -> Capabilities:
+        backend = build_backend(SandboxConfig())
+        try:
+            return await backend.probe()
+        finally:
+            await backend.close()
+
+    found = asyncio.run(probe())
+    if args.json:
+        print(json.dumps({"enforced": sorted(found.enforced), "missing": dict(found.missing)}))
+        return 0
+    for limit in sorted(found.enforced):
+        print(f"{limit:8}  enforced")
+    for limit, why in sorted(found.missing.items()):
+        print(f"{limit:8}  NOT enforced: {why}")
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    from rsi.config import RunConfig, dump, load, parse_argv
+
+    print(dump(load(RunConfig, *parse_argv(args.recipe))), end="")
+    return 0
+
+
+def _pool_ls(args: argparse.Namespace) -> int:
+    from rsi.pool import JOURNAL, read_journal
+
+    root = args.run_dir / "pool"
+    if not (root / JOURNAL).is_file():
+        raise ValueError(f"{root / JOURNAL} is missing; name a run directory, for example runs/tiny_cpu")
+    rows = pool_rows(read_journal(root))
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("environment", "parent", "step", "revision", "attempts", "pass rate", "gone")
+    for row in rows:
+        rate = "-" if row["pass_rate"] is None else f"{row['pass_rate']:.0%}"
+        gone = "" if row["evicted"] is None else f"step {row['evicted']}"
+        parent = _short(row["parent"]) if row["parent"] else "seed"
+        numbers = [str(row[key]) for key in ("step", "revision", "attempts")]
+        table.add_row(_short(row["task"]), parent, *numbers, rate, gone)
+    Console().print(table)
+    return 0
+
+
+def pool_rows(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each admitted environment, in order of admission, from the events of a pool's journal.
+
+    attempts and pass_rate are of the newest measurement and what was recorded after it; evicted is a step or None.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    rewards: dict[str, list[float]] = {}
+    for event in events:
+        task = event["task"]
+        if event["event"] == "admitted":
+            lineage = event["lineage"]
+            rows[task] = {
+                "task": task,
+                "step": event["step"],
+                "domain": event["domain"],
+                "parent": lineage["parent"],
+                "revision": lineage["revision"],
+                "evicted": None,
+            }
+        elif event["event"] == "evicted":
+            rows[task]["evicted"] = event["step"]
+        before = rewards[task] if event["event"] == "recorded" else []
+        rewards[task] = [*before, *event["rewards"]]
+    for task, row in rows.items():
+        row["attempts"] = len(rewards[task])
+        row["pass_rate"] = sum(rewards[task]) / len(rewards[task]) if rewards[task] else None
+    return list(rows.values())
+
+
+def _short(task_id: str) -> str:
+    return task_id.removeprefix("sha256:")[:12]

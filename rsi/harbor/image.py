@@ -1,0 +1,239 @@
+"""A task's Dockerfile as an `ImageSpec`, for sandboxes that have no Docker.
+
+Only what generated tasks need is understood: FROM, WORKDIR, COPY, RUN, ENV. Everything else is refused by name and line
+rather than guessed at, because an image that differs from what its author wrote makes a task that nobody can trust.
+Every FROM name stands for the one base file system of the backend.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rsi.sandbox import BuildError, ImageSpec, Step
+from rsi.types import Task
+
+DEFAULT_WORKDIR = "/app"
+BASE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+MAX_INSTRUCTIONS = 100
+SUPPORTED = "FROM, WORKDIR, COPY, RUN and ENV"
+RESERVED = ("/tests", "/solution", "/logs", "/proc", "/dev", "/sys", "/etc", "/usr", "/bin", "/lib", "/sbin", "/var")
+"""Not a task's workdir: grading empties the workdir, and puts things of its own at the first three."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One Dockerfile instruction; `line` is where it begins, counted from 1."""
+
+    name: str
+    rest: str
+    line: int
+
+    def error(self, found: str, mend: str) -> BuildError:
+        return BuildError(f"environment/Dockerfile line {self.line}: {self.name}: {found}; {mend}")
+
+
+@dataclass
+class _Build:
+    """Where the reading of one Dockerfile stands."""
+
+    based: bool = False
+    workdir: str = "/"
+    env: dict[str, str] = field(default_factory=lambda: {"PATH": BASE_PATH})
+    folders: set[str] = field(default_factory=lambda: {"/", "/tmp", "/root", "/home", "/opt", "/srv"})
+    steps: list[Step] = field(default_factory=list)
+
+
+def image_spec(task: Task) -> ImageSpec:
+    """What to build for a task. Raises BuildError for what its Dockerfile says outside the subset."""
+    content = task.files.get("environment/Dockerfile")
+    if content is None:
+        raise BuildError("environment/Dockerfile is missing; write FROM rsi/base, WORKDIR /app, COPY files/ /app/")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise BuildError("environment/Dockerfile is not utf-8; write it as plain text") from None
+    context = task.under("environment")
+    build = _Build()
+    for instruction in read_dockerfile(text):
+        _apply(build, instruction, context)
+    env = tuple(sorted(item for item in build.env.items() if item != ("PATH", BASE_PATH)))
+    return ImageSpec(tuple(build.steps), env, task.workdir)
+
+
+def dockerfile_workdir(text: str) -> str:
+    """The last WORKDIR of a Dockerfile, absolute; /app where there is none or the file cannot be read."""
+    try:
+        instructions = read_dockerfile(text)
+    except BuildError:
+        return DEFAULT_WORKDIR
+    build = _Build()
+    for instruction in instructions:
+        if instruction.name in ("WORKDIR", "ENV"):
+            try:
+                _apply(build, instruction, {})
+            except BuildError:
+                return DEFAULT_WORKDIR
+    return DEFAULT_WORKDIR if build.workdir == "/" else build.workdir
+
+
+def read_dockerfile(text: str) -> list[Instruction]:
+    """Split into instructions, with comments dropped and continued lines joined. Raises BuildError."""
+    instructions: list[Instruction] = []
+    pending, start = "", 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.lstrip().startswith("#") or (not line.strip() and not pending):
+            continue
+        start = start if pending else number
+        if line.rstrip().endswith("\\"):
+            pending += line.rstrip()[:-1] + " "
+            continue
+        name, _, rest = (pending + line).strip().partition(" ")
+        pending = ""
+        if name:
+            instructions.append(Instruction(name.upper(), rest.strip(), start))
+    if pending:
+        raise BuildError(
+            f"environment/Dockerfile line {start}: the last line ends in a backslash; finish the instruction"
+        )
+    if len(instructions) > MAX_INSTRUCTIONS:
+        raise BuildError(
+            f"environment/Dockerfile has {len(instructions)} instructions; write at most {MAX_INSTRUCTIONS}"
+        )
+    if not instructions or instructions[0].name != "FROM":
+        raise BuildError("environment/Dockerfile does not begin with FROM; its first line is FROM rsi/base")
+    return instructions
+
+
+def _apply(build: _Build, instruction: Instruction, context: Mapping[str, bytes]) -> None:
+    if not instruction.rest:
+        raise instruction.error("has no argument", "give it one or remove the line")
+    match instruction.name:
+        case "FROM":
+            if build.based or len(instruction.rest.split()) != 1:
+                raise instruction.error("more than one stage, or more than a name", "write FROM rsi/base, once")
+            build.based = True
+        case "WORKDIR":
+            build.workdir = _absolute(instruction, _words(build, instruction, 1)[0], build.workdir)
+            build.folders.add(build.workdir)
+        case "COPY":
+            _copy(build, instruction, context)
+        case "RUN":
+            _run(build, instruction)
+        case "ENV":
+            build.env.update(_env(build, instruction))
+        case _:
+            raise instruction.error("is not supported", f"use only {SUPPORTED}")
+
+
+def _run(build: _Build, instruction: Instruction) -> None:
+    command = instruction.rest
+    if command.startswith("--") or "<<" in command:
+        raise instruction.error("flags and here-documents are not supported", "COPY a script in and RUN it")
+    if command.startswith("["):
+        command = shlex.join(_json_words(instruction, command))
+    # The builder knows one environment and one workdir for the whole image; a RUN sees those of its line.
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in build.env.items() if value != BASE_PATH]
+    where = shlex.quote(build.workdir)
+    build.steps.append(Step(run="\n".join([*lines, f"mkdir -p {where} && cd {where} || exit", command])))
+
+
+def _copy(build: _Build, instruction: Instruction, context: Mapping[str, bytes]) -> None:
+    if instruction.rest.startswith("--"):
+        raise instruction.error("flags are not supported", "write COPY source destination")
+    words = _words(build, instruction)
+    if len(words) < 2:
+        raise instruction.error("needs a source and a destination", "write COPY files/ /app/")
+    *sources, target = words
+    as_folder = target.endswith(("/", "/.")) or target == "." or len(sources) > 1
+    target = _absolute(instruction, target, build.workdir)
+    as_folder = as_folder or target in build.folders
+    copied: dict[str, bytes] = {}
+    for source in sources:
+        copied.update(_copied(instruction, source, target, as_folder, context))
+    for path in copied:
+        while path != "/":
+            path = posixpath.dirname(path)
+            build.folders.add(path)
+    build.steps.append(Step(copy=copied))
+
+
+def _copied(
+    instruction: Instruction, source: str, target: str, as_folder: bool, context: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """Absolute path in the image -> content, for one source of a COPY; Docker's rules."""
+    if any(char in source for char in "*?["):
+        raise instruction.error(f"wildcards are not supported ({source})", "name the file or its directory")
+    path = posixpath.normpath(source.lstrip("/") or ".")
+    if path == ".." or path.startswith("../"):
+        raise instruction.error(f"{source} lies outside environment/", "copy from below environment/ only")
+    if path in context:
+        where = posixpath.join(target, posixpath.basename(path)) if as_folder else target
+        return {where: context[path]}
+    prefix = "" if path == "." else path + "/"
+    below = {name[len(prefix) :]: content for name, content in context.items() if name.startswith(prefix)}
+    if not below:
+        raise instruction.error(f"environment/{path} does not exist", "put a file there or remove the line")
+    return {posixpath.join(target, name): content for name, content in below.items()}
+
+
+def _env(build: _Build, instruction: Instruction) -> dict[str, str]:
+    words = _words(build, instruction)
+    if "=" not in words[0]:
+        name, _, value = instruction.rest.partition(" ")
+        pairs = {name: _substitute(build, instruction, value.strip())}
+    else:
+        if not all("=" in word for word in words):
+            raise instruction.error(f"cannot read {instruction.rest!r}", "write ENV NAME=value")
+        pairs = {name: value for name, _, value in (word.partition("=") for word in words)}
+    for name, value in pairs.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or not value and "=" not in words[0]:
+            raise instruction.error(f"cannot read {instruction.rest!r}", "write ENV NAME=value")
+    return pairs
+
+
+def _words(build: _Build, instruction: Instruction, count: int | None = None) -> list[str]:
+    rest = instruction.rest
+    if rest.startswith("["):
+        words = _json_words(instruction, rest)
+    else:
+        text = _substitute(build, instruction, rest)
+        try:
+            words = shlex.split(text)
+        except ValueError:
+            raise instruction.error("has an open quote", "close it") from None
+    if not words or count is not None and len(words) != count:
+        raise instruction.error(f"has {len(words)} words", f"give it {count or 'at least 1'}")
+    return words
+
+
+def _json_words(instruction: Instruction, text: str) -> list[str]:
+    try:
+        words = json.loads(text)
+    except (ValueError, RecursionError):
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise instruction.error("is not a JSON list of strings", 'write ["word", "word"] or the plain form')
+    return words
+
+
+def _substitute(build: _Build, instruction: Instruction, text: str) -> str:
+    """`$NAME` and `${NAME}` from earlier ENV lines; single quotes are not special here, as in Docker's own words."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1) or match.group(2)
+        if name not in build.env:
+            raise instruction.error(f"${name} is not set", "set it with ENV on an earlier line")
+        return build.env[name]
+
+    return re.sub(r"\$(?:\{(\w+)\}|(\w+))", value, text)
+
+
+def _absolute(instruction: Instruction, path: str, workdir: str) -> str:
+    if "\0" in path or ".." in path.split("/"):
+        raise instruction.error(f"{path!r} has a '..' in it", "write the path without it")
+    return "/" + posixpath.normpath(posixpath.join(workdir, path)).lstrip("/")

@@ -1,0 +1,37 @@
+"""What a run holds open: the policy, the engine that samples from it, the sandboxes, the verifier. Built from a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rsi.chat import Chat
+from rsi.config import RunConfig
+from rsi.engine import build_engine
+from rsi.harbor.grade import Grader
+from rsi.sandbox import build_backend
+from rsi.solve import Site
+from rsi.trainer import Trainer, build_trainer
+
+
+@dataclass(frozen=True)
+class Lab:
+    """site is what episodes need; policy is what learns. The native engine shares the policy's weights."""
+
+    policy: Trainer
+    site: Site
+
+
+@asynccontextmanager
+async def open_lab(config: RunConfig) -> AsyncIterator[Lab]:
+    """Everything is closed at the end of the block, whatever ended it: no sandbox outlives the run."""
+    policy = build_trainer(config.model, config.trainer, config.loss)
+    chat = Chat(policy.tokenizer, config.model.thinking)
+    backend = build_backend(config.sandbox)
+    engine = build_engine(config.engine, policy.model)
+    try:
+        yield Lab(policy, Site(engine, chat, backend, Grader(backend)))
+    finally:
+        await engine.close()
+        await backend.close()

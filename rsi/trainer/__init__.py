@@ -1,0 +1,78 @@
+"""Trainers: one optimizer step from one batch. The Protocol, the config, and `build_trainer`.
+
+A trainer sees a Batch and a loss; it knows no role, reward, domain or sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rsi.loss import LossConfig
+from rsi.types import Batch
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The `model:` block of a recipe: any Qwen-class causal language model that transformers loads."""
+
+    path: str = ""
+    """A directory with config.json, safetensors and a tokenizer, or a hub name."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the parameters while training; router and head are computed in float32 either way."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """flash_attention_2 needs a GPU and `pip install 'rsi[gpu]'`."""
+    thinking: bool = False
+    """Leave the model's thinking on; off, templates that know it emit an empty think block."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The `trainer:` block of a recipe."""
+
+    backend: Literal["local"] = "local"
+    """local: one process, plain AdamW."""
+    lr: float = 1e-6
+    """Constant after the warm-up (AutoEnvScaling, arXiv 2610.14163)."""
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    """Linear decay to a twentieth of lr over this many steps; 0: constant."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    microbatch_tokens: int = 8192
+    """Padded tokens of one forward. Fastest: on a GPU all that memory holds, on a CPU near 2048 (its caches)."""
+    threads: int = 0
+    """CPU threads of torch; 0: torch's own choice."""
+
+
+class Trainer(Protocol):
+    version: int
+    """Optimizer steps taken; the policy version that rollouts carry."""
+    model: Any
+    """The module itself, which an in-process engine shares."""
+    tokenizer: Any
+
+    def update(self, batch: Batch) -> Mapping[str, float]:
+        """One optimizer step. Returns scalar metrics (loss, grad_norm, masked fractions, mismatch, entropy, ...)."""
+        ...
+
+    def logprobs(self, batch: Batch) -> Any:
+        """float32 [N] of labels under the current weights, nats, 0 outside the mask; no gradient."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Weights (safetensors, HF layout, with the tokenizer) and optimizer state, so that load goes on bit-equal."""
+        ...
+
+    def load(self, directory: Path) -> None: ...
+
+
+def build_trainer(model: ModelConfig, trainer: TrainerConfig, loss: LossConfig) -> Trainer:
+    match trainer.backend:
+        case "local":
+            from rsi.trainer.local import LocalTrainer
+
+            return LocalTrainer(model, trainer, loss)

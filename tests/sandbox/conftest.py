@@ -1,0 +1,65 @@
+"""One event loop and one real backend for the folder's tests; coroutine tests run on that loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from rsi.sandbox import Image, ImageSpec, SandboxConfig
+from rsi.sandbox.namespace import NamespaceBackend, NamespaceSandbox
+
+SECRET = "sk-not-for-the-sandbox"
+RUNNER = pytest.StashKey[asyncio.Runner]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    pyfuncitem.config.stash[RUNNER].run(pyfuncitem.obj(**arguments))
+    return True
+
+
+@pytest.fixture(scope="session")
+def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        request.config.stash[RUNNER] = runner
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def backend(runner: asyncio.Runner, cache: str) -> Iterator[NamespaceBackend]:
+    os.environ["RSI_TEST_API_KEY"] = SECRET  # before the launcher starts: nothing of it may come through
+    # A plain user's run is given a base: building it again would be most of its time.
+    backend = NamespaceBackend(SandboxConfig(cache_dir=cache, rootfs=os.environ.get("RSI_TEST_ROOTFS", "")))
+    yield backend
+    runner.run(backend.close())
+    del os.environ["RSI_TEST_API_KEY"]
+
+
+@pytest.fixture(scope="session")
+def image(runner: asyncio.Runner, backend: NamespaceBackend) -> Image:
+    return runner.run(backend.build(ImageSpec()))
+
+
+@pytest.fixture
+def box(runner: asyncio.Runner, backend: NamespaceBackend, image: Image) -> Iterator[NamespaceSandbox]:
+    sandbox = runner.run(backend.create(image))
+    yield sandbox
+    runner.run(sandbox.close())
+
+
+@pytest.fixture
+def has_cgroups(backend: NamespaceBackend) -> bool:
+    return backend.driver.kind != "none"
