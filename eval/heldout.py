@@ -56,9 +56,10 @@ class EvalResult:
 
 
 def load_suite(path: Path = SUITE) -> tuple[HeldoutTask, ...]:
-    """The tasks of a suite, after its bytes are held against the digest beside it (`sha256sum` layout).
+    """The tasks of a suite, each a line {depth, domain, files}; the verifier's own files are added.
 
-    A line is {depth, domain, files}, text files only, the managed verifier left out. Raises ValueError when the file is missing, was changed, or holds what is not a task.
+    Its bytes are held against the digest beside it (`sha256sum` layout). Raises ValueError when the file is missing,
+    was changed, or holds what is not a task.
     """
     digest_path = path.with_suffix(".sha256")
     if not path.is_file() or not digest_path.is_file():

@@ -2,8 +2,8 @@
 
     python recipes/cold_start.py recipes/tiny_cold_start.yaml [key=value ...]
 
-It trains a tokenizer, makes a Qwen3-MoE with random weights, imitates `rsi.domains.terminal_traces`, and writes the model
-in bfloat16 to `out`. It ends early on purpose: a model that does everything right leaves self-play nothing to choose from.
+It trains a tokenizer, makes a Qwen3-MoE with random weights, imitates `rsi.domains.terminal_traces`, and writes the
+model in bfloat16 to `out`. It ends early on purpose: where every attempt is right, no attempt is better than another.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def init_model(config: ColdStartConfig, directory: Path) -> None:
         num_hidden_layers=shape.layers,
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 2),
-        head_dim=32,
+        head_dim=32,  # pyright: ignore[reportCallIssue]
         num_experts=shape.experts,
         num_experts_per_tok=shape.experts_per_token,
         norm_topk_prob=True,
@@ -177,7 +177,8 @@ def train_tokenizer(vocab_size: int, rng: np.random.Generator) -> Any:
     )
     tokenizer.train_from_iterator(texts(4000, rng), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
+    markers: list[str | AddedToken] = [AddedToken(marker, special=False, normalized=False) for marker in MARKERS]
+    fast.add_tokens(markers)
     fast.chat_template = Path(__file__).with_name("tiny_chat_template.jinja").read_text()
     return fast
 

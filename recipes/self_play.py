@@ -1,9 +1,9 @@
 """Self-play: one checkpoint proposes environments, solves them, and is trained on both roles.
 
-    torchrun --standalone --nproc-per-node=1 recipes/self_play.py recipes/tiny_cpu.yaml [--steps 4] [solve.attempts=8 ...]
+    torchrun --standalone --nproc-per-node=1 recipes/self_play.py recipes/tiny_cpu.yaml [--steps 4] [solve.attempts=8]
 
-The same command goes on from the last finished step after any interruption. Departures from AutoEnvScaling (arXiv
-2610.14163): proposing comes every `propose.every` steps instead of at every 16th, and both roles share one optimizer step.
+The same command goes on from the last finished step after any interruption. AutoEnvScaling (arXiv 2610.14163) does not
+say whether both roles share an optimizer step; here they do.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from rsi.propose.admit import measure, open_admission
 from rsi.propose.workspace import memory_files
 from rsi.run import RunDir
 from rsi.solve import OnProgress, SolveResult, solve
+from rsi.types import Task
 from rsi_eval.heldout import evaluate, load_suite
 
 
 async def self_play(config: RunConfig, run: RunDir, lab: Lab) -> None:
-    policy, engine, watch = lab.policy, lab.site.engine, watcher(run, lab)
+    policy, engine, watch = lab.policy, lab.site.engine, watcher(config, run, lab)
     state = await begin(config, run, lab)
     pool = state.pool
     for step in range(state.step, config.steps):
-        rng = np.random.default_rng([config.seed, step])
+        rng, sampled = np.random.default_rng([config.seed, step]), engine.num_generated
         await engine.load(policy.model, policy.version)
         proposed = ProposeResult()
         if config.propose.every and (step + 1) % config.propose.every == 0:
@@ -46,15 +47,7 @@ async def self_play(config: RunConfig, run: RunDir, lab: Lab) -> None:
                 proposed = await propose_round(config, lab, state, step, rng, watch)
                 add_admitted(pool, proposed, step)
         with run.phase("solve"):
-            solved = await solve(
-                lab.site,
-                lambda num: pool.sample(num, rng),
-                config.solve,
-                step=step,
-                seed=config.seed,
-                record=lambda groups: pool.record(groups, step),
-                on_progress=watch,
-            )
+            solved = await solve_round(config, lab, pool, step, rng, watch)
         with run.phase("train"):
             samples = to_samples([*solved.groups, *proposed.groups])
             metrics = policy.update(pack(samples)) if samples else {}
@@ -62,8 +55,9 @@ async def self_play(config: RunConfig, run: RunDir, lab: Lab) -> None:
             with run.phase("review"):
                 await review(config, lab, pool, step, watch)
         state = state.after(proposed, solved)
+        run.progress.admitted = state.counts["admitted"]
         run.write_trajectories(step, [*solved.measured, *proposed.measured], lab.site.chat.decode)
-        run.log(step, metrics, describe(state, proposed, solved))
+        run.log(step, metrics, describe(state, proposed, solved), {"tokens_sampled": engine.num_generated - sampled})
         run.save(step + 1, lambda directory: policy.save(directory / "policy"), state.to_json())
         if run.stop_requested:
             return
@@ -145,16 +139,31 @@ async def propose_round(
     )
 
 
+async def solve_round(
+    config: RunConfig, lab: Lab, pool: Pool, step: int, rng: np.random.Generator, watch: OnProgress
+) -> SolveResult:
+    """Groups of attempts at environments of the pool, which hears of every one before more are drawn."""
+    return await solve(
+        lab.site,
+        lambda num: pool.sample(num, rng),
+        config.solve,
+        step=step,
+        seed=config.seed,
+        record=lambda groups: pool.record(groups, step),
+        on_progress=watch,
+    )
+
+
 async def review(config: RunConfig, lab: Lab, pool: Pool, step: int, watch: OnProgress) -> None:
     """Measure the tasks that are due with the updated solver; the pool evicts those outside the band."""
-    due = pool.stale(step)
     await lab.site.engine.load(lab.policy.model, lab.policy.version)
-    measured = await asyncio.gather(
-        *(
-            measure(lab.site, task, config.calibrate, config.solve.episode, name=f"review-{step}", seed=config.seed, on_progress=watch)
-            for task in due
-        )
-    )
+
+    def one(task: Task):
+        name, limits = f"review-{step}", config.solve.episode
+        return measure(lab.site, task, config.calibrate, limits, name=name, seed=config.seed, on_progress=watch)
+
+    due = pool.stale(step)
+    measured = await asyncio.gather(*map(one, due))
     for task, calibration in zip(due, measured, strict=True):
         failed = (made.verdict for made in calibration.attempts if made.verdict.reward != 1.0)
         pool.review(task.id, calibration.rewards, step, [failure(verdict) for verdict in failed])
@@ -173,7 +182,7 @@ async def score(config: RunConfig, run: RunDir, lab: Lab) -> dict[str, Any]:
             seed=config.seed,
             temperature=config.eval.temperature,
             concurrency=config.solve.concurrency,
-            on_progress=watcher(run, lab),
+            on_progress=watcher(config, run, lab),
         )
     return result.to_json()
 
@@ -216,7 +225,7 @@ def describe(state: State, proposed: ProposeResult, solved: SolveResult) -> dict
     }
 
 
-def watcher(run: RunDir, lab: Lab) -> OnProgress:
+def watcher(config: RunConfig, run: RunDir, lab: Lab) -> OnProgress:
     """Keeps the live display: episodes done and alive, pass rate, valid rate."""
     progress, passed = run.progress, Counter[str]()
 
@@ -227,7 +236,7 @@ def watcher(run: RunDir, lab: Lab) -> OnProgress:
             progress.done += 1
         if reward is not None:
             passed[role] += 1
-            passed[f"{role} well"] += reward == 1.0 if role == "solver" else reward > -1.0
+            passed[f"{role} well"] += reward == 1.0 if role == "solver" else reward > config.reward.invalid
             rate = passed[f"{role} well"] / passed[role]
             if role == "solver":
                 progress.solver_pass_rate = rate

@@ -112,7 +112,7 @@ def parse_call(text: str) -> Call | Final | Malformed:
     except (ValueError, KeyError, TypeError, RecursionError):
         return Malformed('a call is {"name": "bash", "arguments": {"command": "..."}}')
     if name != "bash" or not isinstance(command, str) or not command.strip() or "\0" in command:
-        return Malformed('the only tool is bash, and its command is a non-empty string without NUL')
+        return Malformed("the only tool is bash, and its command is a non-empty string without NUL")
     return Call(command)
 
 

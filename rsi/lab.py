@@ -1,4 +1,4 @@
-"""What a run holds open: the policy, the engine that samples from it, the sandboxes, the verifier. Built from a recipe."""
+"""What a run holds open: the policy, the engine that samples from it, the sandboxes, the verifier."""
 
 from __future__ import annotations
 

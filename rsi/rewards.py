@@ -13,7 +13,7 @@ Outcome = Literal["broken", "rejected", "admitted", "unmeasured"]
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The `rewards:` block of a recipe; AutoEnvScaling's values."""
+    """The `reward:` block of a recipe; AutoEnvScaling's values."""
 
     invalid: float = -1.0
     uncalibrated: float = -0.25

@@ -33,7 +33,7 @@ TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEXTS = ["user assistant system tool_response tool_call name bash arguments command cat sort head > < | {} \"\\n."] * 8
+TEXTS = ['user assistant system tool_response tool_call name bash arguments command cat sort head > < | {} "\\n.'] * 8
 
 
 @cache

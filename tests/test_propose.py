@@ -16,8 +16,9 @@ from rsi.pool import Pool, PoolConfig
 from rsi.propose import Proposal, ProposeConfig, ProposeResult, add_admitted, propose, without_twins
 from rsi.propose.admit import Ruling, content_key, open_admission
 from rsi.propose.one_shot import parse_blocks, question
-from rsi.propose.workspace import memory_files, workspace_files
+from rsi.propose.workspace import WORKDIR, memory_files, open_workspace, workspace_files
 from rsi.rewards import RewardConfig
+from rsi.sandbox import ExecResult
 from rsi.types import Assignment, Lineage, Stop, Task, Trajectory
 from tests.roles import CHAT, FIRST, LIMITS, SORT, observations, one_call_each, site_of, sort_files, sort_task
 
@@ -157,11 +158,22 @@ def test_a_hostile_output_is_broken_and_not_a_crash(attack: str):
     assert proposal.ruling.message.endswith(" Revise.")
 
 
-def test_a_tool_whose_host_is_gone_gives_up_before_the_command_is_killed():
-    config = replace(CONFIG, episode=replace(LIMITS, command_timeout_s=4.0), max_revisions=0)
-    cut = "rm .host/request .host/reply; mkfifo .host/request .host/reply; tools/validate"
-    proposal = run_one(both_roles([cut, "Done."], one_call_each([])), config)
-    assert observations(proposal.trajectory) == ["the host does not answer\n[exit 124]"]
+def test_a_tool_that_nobody_answers_gives_up_by_itself():
+    async def run() -> ExecResult:
+        async with site_of([]) as site:
+            sandbox = await open_workspace(site.backend, ASSIGNMENT, {}, tool_timeout_s=0.5)
+            return await sandbox.exec("tools/validate", cwd=WORKDIR, timeout_s=20.0)
+
+    result = asyncio.run(run())
+    assert (result.stdout, result.exit_code, result.timed_out) == (b"the host does not answer\n", 124, False)
+
+
+def test_an_agent_that_replaces_the_fifos_harms_only_itself():
+    config = replace(CONFIG, episode=replace(LIMITS, command_timeout_s=4.0))
+    spoil = "rm .host/request; head -c 5000 /dev/zero > .host/request; rm .host/reply; mkdir .host/reply; true"
+    turns = [GOOD, CHECK, spoil, "tools/validate > /dev/null; true", "Done."]
+    proposal = run_one(both_roles(turns, one_call_each(HALVES)), config)
+    assert proposal.ruling.outcome == "admitted"
 
 
 def test_tool_calls_are_limited():
@@ -188,9 +200,7 @@ def test_of_twins_in_a_group_the_first_is_admitted():
 
 def test_a_copy_of_a_task_in_the_pool_is_rejected_without_calibration():
     copy = "cp -r assignment/parent/. output/task; sed -i s/rsi.sort/rsi.new/ output/task/task.toml"
-    proposal = run_one(
-        both_roles([copy, "Done."], one_call_each([])), replace(CONFIG, max_revisions=0), known=[PARENT]
-    )
+    proposal = run_one(both_roles([copy, "Done."], one_call_each([])), replace(CONFIG, max_revisions=0), known=[PARENT])
     assert (proposal.ruling.outcome, proposal.ruling.message) == ("rejected", "The pool has this task already. Revise.")
 
 

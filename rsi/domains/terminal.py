@@ -1,8 +1,8 @@
 """Small file and text chores with coreutils, composed into chains: the world of the embedded model.
 
-A chore is one line of instruction and the one command that does it; a task is `depth` chores over one input file, most of
-them working on what the chore before them left. Names and words are two syllables (`kame`, `tuli`), split by a hash into
-those that seeds use and those that only the held-out suite uses, so that a model must copy names it never saw.
+A chore is one line of instruction and the one command that does it; a task is `depth` chores over one or two input files,
+most of them working on what the chore before left. Names and words are two syllables (`kame`, `tuli`), split by a hash
+into those that seeds use and those that only the held-out suite uses: a model must copy names that it never saw.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rsi.types import Task
 CONSONANTS = "bdfgklmnprst"
 FIRST = tuple(c + v for c in CONSONANTS for v in "aou")
 SECOND = tuple(c + v for c in CONSONANTS for v in "ei")
-"""A word is a first and a second syllable. That the two sets share none lets a small model learn to copy a word it never
-saw in a quarter of the tokens: which half a syllable is follows from the syllable."""
+"""A word is a first and a second syllable. The two sets share none, so a syllable tells which half it is: a small model
+learned to copy names in a quarter of the tokens that it took with one set for both."""
 MAX_SEED_DEPTH = 2
 """Seeds stop here: what is deeper has to come from the proposer."""
 
@@ -257,7 +257,7 @@ def _field_chore(world: World, a: str, rng: np.random.Generator, words: Words) -
     key = str(rng.choice(list(record)))
     b = f"{words.new()}.txt"
     texts = (f"Put the field {key} of {a} in {b}.", f"Write the value of {key} in {a} to {b}.")
-    command = f"python3 -c 'import json; print(json.load(open(\"{a}\"))[\"{key}\"])' > {b}"
+    command = f'python3 -c \'import json; print(json.load(open("{a}"))["{key}"])\' > {b}'
     return Chore("field", str(rng.choice(texts)), command, a, b, {**world, b: (record[key],)})
 
 
@@ -267,7 +267,7 @@ def _usable(world: World, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def next_chore(world: World, rng: np.random.Generator, words: Words, avoid: frozenset[str] = frozenset()) -> Chore:
-    """A chore that can be done in `world`, most often on the newest file, of a family not in `avoid` if there is one."""
+    """A chore that can be done in `world`, most often on the newest file, of a family not in `avoid`."""
     options: list[tuple[str, str]] = []
     for path in _usable(world, (".txt", ".csv")):
         families = [*LINE_FAMILIES, *FILE_FAMILIES]
@@ -337,9 +337,7 @@ def write_chain(chain: Chain) -> dict[str, bytes]:
 
 def _outcome(chain: Chain) -> dict[str, Entry]:
     """What /app holds once the chain is done, as the sandbox would hand it out."""
-    world: dict[str, Entry] = {
-        path: Entry("file", 0o644, text_of(lines or ())) for path, lines in chain.before.items()
-    }
+    world: dict[str, Entry] = {path: Entry("file", 0o644, text_of(lines or ())) for path, lines in chain.before.items()}
     for chore in chain.chores:
         match chore.family:
             case "rename":

@@ -2,9 +2,10 @@
 
 A trace is what an able but fallible agent would have done: it looks at files at times, mistypes a name and reads the
 error, writes to the wrong file and moves it, forgets a chore and finds it missing; the mistaken turn is shown but never
-learned. What the sandbox would have answered is written down here and held against a real sandbox by the tests. Every
-task that is solved, and every parent that is changed, is a seed and has at most two chores; adding a chore to one of two
-is shown (otherwise a model takes the parent's depth for the direction), solving what comes of it never.
+learned. What the sandbox would have answered is written down here and held against a real sandbox by the tests.
+
+Every task that is solved, and every parent that is changed, is a seed and has at most two chores. Adding a chore to a
+parent of two is shown (else a model takes the parent's depth for the direction); solving what comes of it never is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from rsi.domains.terminal import (
     World,
     draw_chain,
     next_chore,
-    text_of,
     write_chain,
 )
 from rsi.harbor.task import task_from_files
@@ -99,7 +99,7 @@ def solver_trace(chain: Chain, rng: np.random.Generator, words: Words) -> Trace:
         turns += _do_chore(chore, world, strays, rng, words)
         world = chore.after
     if skipped:
-        last = chain.chores[-1]
+        *_, last = chain.chores
         turns += [_run("ls", _listing(world, strays)), *_do_chore(last, world, strays, rng, words)]
         world = last.after
     if rng.random() < 0.2:
@@ -109,9 +109,7 @@ def solver_trace(chain: Chain, rng: np.random.Generator, words: Words) -> Trace:
     return Trace("solver", chat.SYSTEM["solver"], instruction, tuple(turns))
 
 
-def _do_chore(
-    chore: Chore, world: World, strays: list[str], rng: np.random.Generator, words: Words
-) -> list[TraceTurn]:
+def _do_chore(chore: Chore, world: World, strays: list[str], rng: np.random.Generator, words: Words) -> list[TraceTurn]:
     """The turns of one chore; `strays` collects files that a mistake left behind."""
     turns, chance = list[TraceTurn](), rng.random()
     lines = world.get(chore.source)
@@ -164,9 +162,7 @@ def proposer_trace(chain: Chain, direction: Direction, rng: np.random.Generator,
     return Trace("proposer", chat.SYSTEM["proposer"], chat.proposer_message(assignment), tuple(turns))
 
 
-def _edit(
-    chain: Chain, direction: Direction, rng: np.random.Generator, words: Words
-) -> tuple[list[TraceTurn], Chain]:
+def _edit(chain: Chain, direction: Direction, rng: np.random.Generator, words: Words) -> tuple[list[TraceTurn], Chain]:
     """Copy the parent and change it: one chore more, one less, or the last one exchanged."""
     copy = "cp -r assignment/parent/. output/task"
     shorter = Chain(chain.before, chain.chores[:-1])
@@ -253,7 +249,7 @@ def _verdict(chain: Chain) -> str:
 def assignment_of(chain: Chain, direction: Direction, rng: np.random.Generator) -> Assignment:
     parent = None if direction == "explore" else task_from_files(write_chain(chain), domain="terminal")
     rate = float(rng.uniform(0.75, 1.0) if direction == "harden" else rng.uniform(0.0, 0.25))
-    failure = f"{rng.choice(chain.chores).target} is missing" if rng.random() < 0.8 else ""
+    failure = f"{chain.chores[rng.integers(chain.depth)].target} is missing" if rng.random() < 0.8 else ""
     return Assignment("", "terminal", direction, parent, rate, 8, failure)
 
 

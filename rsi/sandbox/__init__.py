@@ -27,7 +27,7 @@ class SandboxConfig:
 
     backend: Literal["namespace"] = "namespace"
     rootfs: str = ""
-    """Directory that holds an unpacked base file system; empty: built once from the host's packages, without network."""
+    """Directory with an unpacked base file system; empty: built once from the host's packages, without network."""
     cache_dir: str = ""
     """Where the base and built images are kept; empty: $RSI_CACHE, else ~/.cache/rsi."""
     cgroups: bool = True

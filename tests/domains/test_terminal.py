@@ -32,7 +32,7 @@ def test_the_world_has_at_least_twelve_families():
 def test_the_reference_of_every_family_earns_one_and_doing_nothing_earns_nothing():
     """The tests were written from a simulation of the chore; the reference runs real coreutils."""
 
-    async def check() -> list[tuple[str, object, object]]:
+    async def check() -> list[tuple[str, object, object, object]]:
         backend = build_backend(SandboxConfig())
         grader = Grader(backend)
         try:

@@ -18,9 +18,7 @@ TASKS = (HeldoutTask(sort_task(), 1), HeldoutTask(OTHER, 2))
 def run(script: Script, attempts: int = 2) -> EvalResult:
     async def main() -> EvalResult:
         async with site_of(script) as site:
-            return await evaluate(
-                site, TASKS, attempts=attempts, limits=LIMITS, seed=0, temperature=0.0, concurrency=1
-            )
+            return await evaluate(site, TASKS, attempts=attempts, limits=LIMITS, seed=0, temperature=0.0, concurrency=1)
 
     return asyncio.run(main())
 
