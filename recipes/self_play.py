@@ -210,7 +210,7 @@ async def finish(config: RunConfig, run: RunDir, lab: Lab, state: State) -> None
 def describe(state: State, proposed: ProposeResult, solved: SolveResult) -> dict[str, Any]:
     """What metrics.jsonl says of a step, besides the trainer's own metrics."""
     rewards = [reward for group in solved.measured for reward in group.rewards]
-    outcomes = ("broken", "rejected", "admitted", "unmeasured")
+    outcomes = ("broken", "duplicate", "rejected", "admitted", "unmeasured")
     return {
         "solver/reward": float(np.mean(rewards)) if rewards else None,
         "solver/pass_rate": float(np.mean([reward == 1.0 for reward in rewards])) if rewards else None,

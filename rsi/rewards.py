@@ -7,8 +7,9 @@ from typing import Literal
 
 from rsi.types import Verdict
 
-Outcome = Literal["broken", "rejected", "admitted", "unmeasured"]
-"""Of a proposal: fails validation; valid, but out of the band or without spread; in the pool; our side broke."""
+Outcome = Literal["broken", "duplicate", "rejected", "admitted", "unmeasured"]
+"""Of a proposal: fails validation; valid, but a task that the pool has; valid, but out of the band or without spread; in
+the pool; our side broke."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,9 @@ class RewardConfig:
     """The `reward:` block of a recipe; AutoEnvScaling's values."""
 
     invalid: float = -1.0
+    duplicate: float = -1.0
+    """Of a task that the pool has. The paper does not say; at -0.25 a copy of the parent is the safe answer, and within 12
+    steps a third of the tiny model's proposals were copies."""
     uncalibrated: float = -0.25
     admitted: float = 1.0
 
@@ -25,6 +29,8 @@ def proposer_reward(outcome: Outcome, config: RewardConfig = RewardConfig()) -> 
     match outcome:
         case "broken":
             return config.invalid
+        case "duplicate":
+            return config.duplicate
         case "rejected":
             return config.uncalibrated
         case "admitted":

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rsi.advantages import is_useful
 from rsi.chat import SYSTEM, Chat
 from rsi.engine import Engine
 from rsi.episode import EpisodeLimits, run_episode
@@ -19,9 +20,6 @@ from rsi.harbor.grade import Grader, collect
 from rsi.harbor.image import image_spec
 from rsi.sandbox import Backend, BuildError, Limits, SandboxError
 from rsi.types import Attempt, Group, Role, Stop, Task
-
-ZERO_VARIANCE = 1e-6
-"""A group is useful when its rewards differ by more (SkyRL's tolerance)."""
 
 Event = Literal["start", "end", "fault"]
 OnProgress = Callable[[Role, Event, float | None], None]
@@ -148,11 +146,6 @@ def group_of(role: Role, key: str, attempts: Sequence[Attempt]) -> Group:
         assert made.verdict.reward is not None, "a fault is not a member of a group"
         rewards.append(made.verdict.reward)
     return Group(role, key, tuple(attempts), tuple(rewards))
-
-
-def is_useful(group: Group) -> bool:
-    """Whether its rewards vary; without that every advantage is zero."""
-    return len(group.rewards) > 1 and max(group.rewards) - min(group.rewards) > ZERO_VARIANCE
 
 
 async def solve(

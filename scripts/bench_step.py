@@ -2,8 +2,8 @@
 
     python scripts/bench_step.py [--recipe recipes/tiny_cpu.yaml] [--steps 4] [--json] [key=value ...]
 
-Runs the recipe's real loop in a temporary directory, without the held-out evaluations, so the work is that of the recipe's
-first steps. tokens_per_s: `generate` counts sampled tokens over the phases that sample (propose, solve, review), sandboxes
+Runs the recipe's real loop in a temporary directory, without the held-out evaluations: the work is that of its first
+steps. tokens_per_s: `generate` counts sampled tokens over the phases that sample (propose, solve, review), sandboxes
 included; `train` counts trained tokens over the optimizer steps.
 """
 

@@ -20,7 +20,16 @@ SOURCES = sorted(path for room in ("rsi", "kernels", "eval") for path in (REPO /
 
 PURE = {"rsi.types"}
 BOXES = {"rsi.types", "rsi.sandbox", "rsi.harbor", "rsi.domains", "rsi.admission"}
-EPISODES = {"rsi.chat", "rsi.engine", "rsi.episode", "rsi.rewards", "rsi.solve", "rsi.propose", *BOXES}
+EPISODES = {
+    "rsi.advantages",
+    "rsi.chat",
+    "rsi.engine",
+    "rsi.episode",
+    "rsi.rewards",
+    "rsi.solve",
+    "rsi.propose",
+    *BOXES,
+}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "rsi.types": set(),

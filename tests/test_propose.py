@@ -198,10 +198,13 @@ def test_of_twins_in_a_group_the_first_is_admitted():
     assert (group.role, group.key, group.rewards) == ("proposer", "a-1", (1.0, -0.25))
 
 
-def test_a_copy_of_a_task_in_the_pool_is_rejected_without_calibration():
+def test_a_copy_of_a_task_in_the_pool_is_a_duplicate_and_costs_no_calibration():
     copy = "cp -r assignment/parent/. output/task; sed -i s/rsi.sort/rsi.new/ output/task/task.toml"
     proposal = run_one(both_roles([copy, "Done."], one_call_each([])), replace(CONFIG, max_revisions=0), known=[PARENT])
-    assert (proposal.ruling.outcome, proposal.ruling.message) == ("rejected", "The pool has this task already. Revise.")
+    assert (proposal.ruling.outcome, proposal.ruling.message) == (
+        "duplicate",
+        "The pool has this task already. Revise.",
+    )
 
 
 def test_a_fault_of_the_solver_leaves_the_proposal_unmeasured_and_out_of_its_group():

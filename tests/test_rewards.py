@@ -5,7 +5,8 @@ from rsi.types import Verdict
 
 
 @pytest.mark.parametrize(
-    "outcome, reward", [("broken", -1.0), ("rejected", -0.25), ("admitted", 1.0), ("unmeasured", None)]
+    "outcome, reward",
+    [("broken", -1.0), ("duplicate", -1.0), ("rejected", -0.25), ("admitted", 1.0), ("unmeasured", None)],
 )
 def test_a_proposal_earns_the_papers_table(outcome: Outcome, reward: float | None) -> None:
     assert proposer_reward(outcome) == reward

@@ -8,8 +8,8 @@ from rsi.chat import call_text
 from rsi.engine import EngineError
 from rsi.engine.scripted import Script
 from rsi.sandbox import SandboxError
-from rsi.solve import Site, SolveConfig, SolveResult, attempt, group_of, is_useful, solve
-from rsi.types import Attempt, Group, Role, Stop, Task, Trajectory, Verdict
+from rsi.solve import Site, SolveConfig, SolveResult, attempt, solve
+from rsi.types import Attempt, Group, Role, Stop, Task
 from tests.roles import FIRST, LIMITS, SORT, observations, one_call_each, site_of, sort_files, sort_task
 
 
@@ -192,16 +192,6 @@ def test_a_backend_that_is_gone_is_a_fault():
             return await attempt(site, sort_task(), LIMITS, id="a", seed=0)
 
     assert asyncio.run(run()) is None
-
-
-def test_useful_means_that_rewards_vary_by_more_than_the_tolerance():
-    def group(*rewards: float) -> Group:
-        made = [Attempt(Trajectory("i", "t", "solver", (), Stop.DONE), Verdict(reward)) for reward in rewards]
-        return group_of("solver", "t", made)
-
-    assert is_useful(group(0.0, 0.5))
-    assert not is_useful(group(0.5, 0.5 + 1e-7))
-    assert not is_useful(group(0.5))
 
 
 def test_a_group_size_of_one_is_refused_with_the_mend():

@@ -5,8 +5,8 @@ whole task in one completion and hears nothing. Both pass the same admission, wh
 
 Where the paper is silent: an episode with its revisions is one append-only trajectory, and its reward is that of the
 last revision. Of twins (equal instruction, inputs and reference) in one round the first in order is admitted and the
-others count as rejected, and so does a twin of a task that the pool holds already. An episode that met a limit is ruled
-on as it stands, like a solver's.
+others count as rejected; a twin of a task that the pool holds already is a duplicate. An episode that met a limit is
+ruled on as it stands, like a solver's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rsi.advantages import is_useful
 from rsi.chat import SYSTEM, invalid_message, proposer_message
 from rsi.episode import EpisodeLimits, run_episode
 from rsi.harbor.task import TaskError
@@ -26,7 +27,7 @@ from rsi.propose.host import Answer, serving
 from rsi.propose.workspace import OUTPUT, WORKDIR, open_workspace, read_output
 from rsi.rewards import Outcome, RewardConfig, proposer_reward
 from rsi.sandbox import Sandbox, SandboxError
-from rsi.solve import OnProgress, Site, group_of, is_useful, silent
+from rsi.solve import OnProgress, Site, group_of, silent
 from rsi.types import Assignment, Attempt, Group, Lineage, Stop, Trajectory, Verdict
 
 
@@ -95,11 +96,11 @@ class ProposeResult:
     @property
     def proposed(self) -> int:
         """Scored proposals; faults are left out."""
-        return self.count("broken", "rejected", "admitted")
+        return self.count("broken", "duplicate", "rejected", "admitted")
 
     @property
     def valid(self) -> int:
-        return self.count("rejected", "admitted")
+        return self.count("duplicate", "rejected", "admitted")
 
     @property
     def admitted(self) -> tuple[Proposal, ...]:

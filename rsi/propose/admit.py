@@ -32,7 +32,8 @@ DUPLICATE = "The pool has this task already. Revise."
 
 @dataclass(frozen=True)
 class Ruling:
-    """outcome: broken (fails a gate), rejected (out of the band, or a duplicate), admitted, unmeasured (our fault)."""
+    """outcome: broken (fails a gate), duplicate (the pool has it), rejected (out of the band), admitted, unmeasured (our
+    fault)."""
 
     outcome: Outcome
     message: str
@@ -99,7 +100,7 @@ class Admission:
             return Ruling("broken", invalid_message(validation.complaint))
         task = replace(validation.task, domain=domain, lineage=lineage)
         if self._is_known(task):
-            return Ruling("rejected", DUPLICATE, task)
+            return Ruling("duplicate", DUPLICATE, task)
         calibration: Calibration = await self._once(
             ("solver", task.id), lambda: self._calibrate(task), lambda c: c.decision != "unmeasured"
         )

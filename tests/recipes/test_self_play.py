@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+OUTCOMES = ("broken", "duplicate", "rejected", "admitted")
 SMALL = [
     "steps=2",
     "num_seeds=8",
@@ -40,7 +41,7 @@ def test_a_run_leaves_everything_that_the_readme_names(repo: Path, tmp_path: Pat
     assert summary["admitted"] <= summary["valid"] <= summary["proposed"]
     metrics = lines(run_dir / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1]
-    assert [row["proposer/broken"] + row["proposer/rejected"] + row["proposer/admitted"] for row in metrics] == [0, 3]
+    assert [sum(row[f"proposer/{o}"] for o in OUTCOMES) for row in metrics] == [0, 3]
     trajectories = lines(run_dir / "trajectories" / "step_000001.jsonl")
     roles = [row["role"] for row in trajectories]
     assert roles.count("proposer") == 3 and roles.count("solver") >= 8
