@@ -8,8 +8,8 @@ from typing import Literal
 from rsi.types import Verdict
 
 Outcome = Literal["broken", "duplicate", "rejected", "admitted", "unmeasured"]
-"""Of a proposal: fails validation; valid, but a task that the pool has; valid, but out of the band or without spread; in
-the pool; our side broke."""
+"""Of a proposal: fails validation; valid, but a task that the pool has; valid, but out of the band or without spread;
+in the pool; our side broke."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class RewardConfig:
 
     invalid: float = -1.0
     duplicate: float = -1.0
-    """Of a task that the pool has. The paper does not say; at -0.25 a copy of the parent is the safe answer, and within 12
-    steps a third of the tiny model's proposals were copies."""
+    """Of a task that the pool has. The paper does not say; at -0.25 a copy of the parent is the safe answer, and within
+    12 steps a third of the tiny model's proposals were copies."""
     uncalibrated: float = -0.25
     admitted: float = 1.0
 

@@ -1,8 +1,8 @@
 """Small file and text chores with coreutils, composed into chains: the world of the embedded model.
 
 A chore is one line of instruction and the one command that does it; a task is `depth` chores over one or two input
-files, most of them working on what the chore before left. Names and words are two syllables (`kame`, `tuli`), split by a
-hash into those that seeds use and those that only the held-out suite uses: a model must copy names that it never saw.
+files, most of them working on what the chore before left. Names and words are two syllables (`kame`, `tuli`), split by
+a hash into those that seeds use and those that only the held-out suite uses: a model must copy names it never saw.
 """
 
 from __future__ import annotations

@@ -105,18 +105,20 @@ def solver_trace(chain: Chain, rng: np.random.Generator, words: Words) -> Trace:
     if rng.random() < 0.2:
         turns.append(_run("ls", _listing(world, strays)))
     turns.append(TraceTurn(DONE))
-    instruction = "\n".join([*_preface(rng, words), *(chore.text for chore in chain.chores)])
+    instruction = _with_asides([chore.text for chore in chain.chores], rng, words)
     return Trace("solver", chat.SYSTEM["solver"], instruction, tuple(turns))
 
 
-PREFACES = ("The folder belongs to {w}.", "Ask {w} if in doubt.", "Do it before {w} comes.", "{w} made the files.")
+ASIDES = ("The folder belongs to {w}.", "Ask {w} if in doubt.", "Do it before {w} comes.", "{w} made the files.")
 
 
-def _preface(rng: np.random.Generator, words: Words) -> list[str]:
-    """At times one or two lines that ask for nothing: a chore is to be found by what it says, not by where it stands.
-    Otherwise a model trained at depth 2 copies the wrong names as soon as there is a third line."""
-    num = int(rng.choice([0, 1, 2], p=[0.5, 0.25, 0.25]))
-    return [PREFACES[rng.integers(len(PREFACES))].format(w=words.new()) for _ in range(num)]
+def _with_asides(lines: list[str], rng: np.random.Generator, words: Words) -> str:
+    """The lines with none, one or two among them that ask for nothing. Without those, a model that sees at most two
+    chores learns `the first line, then the last`, and with a third chore does neither."""
+    lines = list(lines)
+    for _ in range(rng.choice([0, 1, 2], p=[0.5, 0.3, 0.2])):
+        lines.insert(int(rng.integers(len(lines) + 1)), ASIDES[rng.integers(len(ASIDES))].format(w=words.new()))
+    return "\n".join(lines)
 
 
 def _do_chore(chore: Chore, world: World, strays: list[str], rng: np.random.Generator, words: Words) -> list[TraceTurn]:

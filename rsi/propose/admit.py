@@ -32,8 +32,8 @@ DUPLICATE = "The pool has this task already. Revise."
 
 @dataclass(frozen=True)
 class Ruling:
-    """outcome: broken (fails a gate), duplicate (the pool has it), rejected (out of the band), admitted, unmeasured (our
-    fault)."""
+    """outcome: broken (fails a gate), duplicate (the pool has it), rejected (out of the band), admitted, unmeasured
+    (our fault)."""
 
     outcome: Outcome
     message: str

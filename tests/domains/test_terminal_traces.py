@@ -10,7 +10,7 @@ from rsi.admission.calibrate import CalibrateConfig
 from rsi.admission.validate import ValidateConfig
 from rsi.chat import Call, parse_call
 from rsi.domains.terminal import Chain, Words, draw_chain, write_chain
-from rsi.domains.terminal_traces import PREFACES, Trace, assignment_of, draw_trace, proposer_trace, solver_trace
+from rsi.domains.terminal_traces import ASIDES, Trace, assignment_of, draw_trace, proposer_trace, solver_trace
 from rsi.episode import observation_text
 from rsi.harbor.image import image_spec
 from rsi.harbor.task import task_from_files
@@ -98,6 +98,6 @@ def test_no_trace_solves_a_task_deeper_than_the_seeds():
     rng = np.random.default_rng(4)
     traces = [draw_trace(rng) for _ in range(400)]
     solved = [trace.user.splitlines() for trace in traces if trace.role == "solver"]
-    prefaces = tuple(text.replace("{w}", "") for text in PREFACES)
-    chores = [[line for line in lines if WORD.sub("", line, count=1) not in prefaces] for lines in solved]
+    asides = tuple(text.replace("{w}", "") for text in ASIDES)
+    chores = [[line for line in lines if WORD.sub("", line, count=1) not in asides] for lines in solved]
     assert {len(lines) for lines in chores} == {1, 2} and {len(lines) for lines in solved} == {1, 2, 3, 4}
