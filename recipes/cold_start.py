@@ -89,7 +89,7 @@ def cold_start(config: ColdStartConfig, run: RunDir) -> Path:
 def draw(num: int, warm: bool, rng: np.random.Generator) -> list[Trace]:
     if not warm:
         return [draw_trace(rng) for _ in range(num)]
-    return [solver_trace(draw_chain(1, "seed", rng), rng, Words("seed", rng)) for _ in range(num)]
+    return [solver_trace(draw_chain(1, "seed", rng), rng, Words("seed", rng), asides=False) for _ in range(num)]
 
 
 def to_batch(traces: Sequence[Trace], chat: Chat, context_weight: float) -> Batch:

@@ -91,7 +91,7 @@ def _mistype(path: str, rng: np.random.Generator, words: Words) -> str:
 # ---- the solver -------------------------------------------------------------------------------------------------
 
 
-def solver_trace(chain: Chain, rng: np.random.Generator, words: Words) -> Trace:
+def solver_trace(chain: Chain, rng: np.random.Generator, words: Words, asides: bool = True) -> Trace:
     turns: list[TraceTurn] = []
     world, strays = chain.before, list[str]()
     skipped = len(chain.chores) > 1 and rng.random() < 0.08
@@ -105,20 +105,21 @@ def solver_trace(chain: Chain, rng: np.random.Generator, words: Words) -> Trace:
     if rng.random() < 0.2:
         turns.append(_run("ls", _listing(world, strays)))
     turns.append(TraceTurn(DONE))
-    instruction = _with_asides([chore.text for chore in chain.chores], rng, words)
+    lines = [chore.text for chore in chain.chores]
+    instruction = "\n".join(_with_asides(lines, rng, words) if asides else lines)
     return Trace("solver", chat.SYSTEM["solver"], instruction, tuple(turns))
 
 
 ASIDES = ("The folder belongs to {w}.", "Ask {w} if in doubt.", "Do it before {w} comes.", "{w} made the files.")
 
 
-def _with_asides(lines: list[str], rng: np.random.Generator, words: Words) -> str:
+def _with_asides(lines: list[str], rng: np.random.Generator, words: Words) -> list[str]:
     """The lines with none, one or two among them that ask for nothing. Without those, a model that sees at most two
     chores learns `the first line, then the last`, and with a third chore does neither."""
     lines = list(lines)
-    for _ in range(rng.choice([0, 1, 2], p=[0.5, 0.3, 0.2])):
+    for _ in range(rng.choice([0, 1, 2], p=[0.6, 0.25, 0.15])):
         lines.insert(int(rng.integers(len(lines) + 1)), ASIDES[rng.integers(len(ASIDES))].format(w=words.new()))
-    return "\n".join(lines)
+    return lines
 
 
 def _do_chore(chore: Chore, world: World, strays: list[str], rng: np.random.Generator, words: Words) -> list[TraceTurn]:
