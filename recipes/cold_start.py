@@ -177,7 +177,7 @@ def train_tokenizer(vocab_size: int, rng: np.random.Generator) -> Any:
     )
     tokenizer.train_from_iterator(texts(4000, rng), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    markers: list[str | AddedToken] = [AddedToken(marker, special=False, normalized=False) for marker in MARKERS]
+    markers: Any = [AddedToken(marker, special=False, normalized=False) for marker in MARKERS]
     fast.add_tokens(markers)
     fast.chat_template = Path(__file__).with_name("tiny_chat_template.jinja").read_text()
     return fast

@@ -99,7 +99,7 @@ def solver_trace(chain: Chain, rng: np.random.Generator, words: Words, asides: b
         turns += _do_chore(chore, world, strays, rng, words)
         world = chore.after
     if skipped:
-        *_, last = chain.chores
+        last = chain.chores[len(chain.chores) - 1]
         turns += [_run("ls", _listing(world, strays)), *_do_chore(last, world, strays, rng, words)]
         world = last.after
     if rng.random() < 0.2:
