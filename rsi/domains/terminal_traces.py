@@ -94,12 +94,13 @@ def _mistype(path: str, rng: np.random.Generator, words: Words) -> str:
 def solver_trace(chain: Chain, rng: np.random.Generator, words: Words, asides: bool = True) -> Trace:
     turns: list[TraceTurn] = []
     world, strays = chain.before, list[str]()
-    skipped = len(chain.chores) > 1 and rng.random() < 0.08
-    for chore in chain.chores[: -1 if skipped else None]:
+    chores = list(chain.chores)
+    skipped = len(chores) > 1 and rng.random() < 0.08
+    for chore in chores[: -1 if skipped else None]:
         turns += _do_chore(chore, world, strays, rng, words)
         world = chore.after
     if skipped:
-        last = chain.chores[len(chain.chores) - 1]
+        last = chores[-1]
         turns += [_run("ls", _listing(world, strays)), *_do_chore(last, world, strays, rng, words)]
         world = last.after
     if rng.random() < 0.2:
