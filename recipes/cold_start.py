@@ -3,7 +3,7 @@
     python recipes/cold_start.py recipes/tiny_cold_start.yaml [key=value ...]
 
 It trains a tokenizer, makes a Qwen3-MoE with random weights, imitates `rsi.domains.terminal_traces`, and writes the
-model in bfloat16 to `out`. It ends early on purpose: where every attempt is right, no attempt is better than another.
+model in bfloat16 to `out`.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ class ProposeResult:
 
     @property
     def valid(self) -> int:
-        return self.count("duplicate", "rejected", "admitted")
+        """Passed every gate and is new: a copy of a task in the pool is no environment more."""
+        return self.count("rejected", "admitted")
 
     @property
     def admitted(self) -> tuple[Proposal, ...]:
