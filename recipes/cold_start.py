@@ -19,7 +19,7 @@ import numpy as np
 from rsi.chat import Chat
 from rsi.config import ConfigError, load, parse_argv
 from rsi.domains.terminal import CONSONANTS, Words, draw_chain
-from rsi.domains.terminal_traces import Trace, draw_trace, solver_trace
+from rsi.domains.terminal_traces import Trace, draw_solver_trace, draw_trace, solver_trace
 from rsi.loss import LossConfig
 from rsi.pack import pack
 from rsi.run import RunDir
@@ -56,8 +56,10 @@ class ColdStartConfig:
     shape: ShapeConfig = ShapeConfig()
     traces_per_step: int = 8
     """Few, and many steps: copying names appears after a number of steps rather than of tokens."""
-    warm_steps: int = 600
-    """First steps on single chores alone, in which the model learns to copy."""
+    warm_steps: int = 800
+    """First steps, on single chores read aloud, in which the model learns to copy."""
+    solver_steps: int = 1500
+    """Steps after those on the solver's traces alone; the proposer's longer ones undo copying that is not yet firm."""
     context_weight: float = 0.1
     """Loss weight of what the policy reads; what it says has 1, a turn that is a mistake 0."""
     save_every: int = 500
@@ -74,7 +76,7 @@ def cold_start(config: ColdStartConfig, run: RunDir) -> Path:
     chat = Chat(policy.tokenizer)
     for step in range(policy.version, config.steps):
         rng = np.random.default_rng([config.seed, step])
-        traces = draw(config.traces_per_step, step < config.warm_steps, rng)
+        traces = [draw(config, step, rng) for _ in range(config.traces_per_step)]
         metrics = policy.update(to_batch(traces, chat, config.context_weight))
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps or run.stop_requested:
             run.log(step, metrics)
@@ -86,10 +88,12 @@ def cold_start(config: ColdStartConfig, run: RunDir) -> Path:
     return out
 
 
-def draw(num: int, warm: bool, rng: np.random.Generator) -> list[Trace]:
-    if not warm:
-        return [draw_trace(rng) for _ in range(num)]
-    return [solver_trace(draw_chain(1, "seed", rng), rng, Words("seed", rng), asides=False) for _ in range(num)]
+def draw(config: ColdStartConfig, step: int, rng: np.random.Generator) -> Trace:
+    if step >= config.warm_steps + config.solver_steps:
+        return draw_trace(rng)
+    if step >= config.warm_steps:
+        return draw_solver_trace(rng)
+    return solver_trace(draw_chain(1, "seed", rng), rng, Words("seed", rng), asides=False, aloud=1.0)
 
 
 def to_batch(traces: Sequence[Trace], chat: Chat, context_weight: float) -> Batch:
@@ -188,7 +192,7 @@ def texts(num: int, rng: np.random.Generator) -> Iterator[str]:
         trace = draw_trace(rng)
         yield from (trace.system, trace.user, "system\n", "user\n", "assistant\n")
         for turn in trace.turns:
-            yield turn.says.removeprefix(MARKERS[0]).removesuffix(MARKERS[1])
+            yield from turn.says.removesuffix(MARKERS[1]).split(MARKERS[0])
             yield turn.result or ""
 
 

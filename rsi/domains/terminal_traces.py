@@ -91,36 +91,62 @@ def _mistype(path: str, rng: np.random.Generator, words: Words) -> str:
 # ---- the solver -------------------------------------------------------------------------------------------------
 
 
-def solver_trace(chain: Chain, rng: np.random.Generator, words: Words, asides: bool = True) -> Trace:
-    turns: list[TraceTurn] = []
-    world, strays = chain.before, list[str]()
-    chores = list(chain.chores)
-    skipped = len(chores) > 1 and rng.random() < 0.08
-    for chore in chores[: -1 if skipped else None]:
-        turns += _do_chore(chore, world, strays, rng, words)
-        world = chore.after
-    if skipped:
-        last = chores[-1]
-        turns += [_run("ls", _listing(world, strays)), *_do_chore(last, world, strays, rng, words)]
-        world = last.after
-    if rng.random() < 0.2:
-        turns.append(_run("ls", _listing(world, strays)))
-    turns.append(TraceTurn(DONE))
-    lines = [chore.text for chore in chain.chores]
-    instruction = "\n".join(_with_asides(lines, rng, words) if asides else lines)
+ALOUD = 0.5
+"""Share of solver traces that read the instruction aloud, line by line, and do what a line asks before they read on;
+the others act at once, which is shorter and at two chores as good. It is the reading that carries over to more chores
+than were shown, because lines that ask for nothing are read as well."""
+
+
+def solver_trace(
+    chain: Chain, rng: np.random.Generator, words: Words, asides: bool = True, aloud: float = ALOUD
+) -> Trace:
+    """aloud: chance that the instruction is read line by line."""
+    lines = [(chore.text, chore) for chore in chain.chores]
+    if asides:
+        lines = _with_asides(lines, rng, words)
+    instruction = "\n".join(text for text, _ in lines)
+    turns = _read_aloud(lines, chain.before, rng, words) if rng.random() < aloud else _act(chain, rng, words)
     return Trace("solver", chat.SYSTEM["solver"], instruction, tuple(turns))
 
 
+Line = tuple[str, Chore | None]
+"""One line of an instruction, and the chore that it asks for if it asks for any."""
 ASIDES = ("The folder belongs to {w}.", "Ask {w} if in doubt.", "Do it before {w} comes.", "{w} made the files.")
 
 
-def _with_asides(lines: list[str], rng: np.random.Generator, words: Words) -> list[str]:
-    """The lines with none, one or two among them that ask for nothing. Without those, a model that sees at most two
-    chores learns `the first line, then the last`, and with a third chore does neither."""
+def _with_asides(lines: Sequence[Line], rng: np.random.Generator, words: Words) -> list[Line]:
+    """The lines with up to three among them that ask for nothing. Without those, a model that sees at most two chores
+    learns `the first line, then the last`, and with a third chore does neither."""
     lines = list(lines)
-    for _ in range(rng.choice([0, 1, 2], p=[0.6, 0.25, 0.15])):
-        lines.insert(int(rng.integers(len(lines) + 1)), ASIDES[rng.integers(len(ASIDES))].format(w=words.new()))
+    for _ in range(rng.choice(4, p=[0.4, 0.25, 0.2, 0.15])):
+        aside = ASIDES[rng.integers(len(ASIDES))].format(w=words.new())
+        lines.insert(int(rng.integers(len(lines) + 1)), (aside, None))
     return lines
+
+
+def _act(chain: Chain, rng: np.random.Generator, words: Words) -> list[TraceTurn]:
+    """One chore after the other; at times the last is forgotten, and a look at the files tells."""
+    turns, world, strays = list[TraceTurn](), chain.before, list[str]()
+    forgets = chain.depth > 1 and rng.random() < 0.08
+    for chore in chain.chores:
+        if forgets and chore is chain.chores[-1]:
+            turns.append(_run("ls", _listing(world, strays)))
+        turns += _do_chore(chore, world, strays, rng, words)
+        world = chore.after
+    if rng.random() < 0.2:
+        turns.append(_run("ls", _listing(world, strays)))
+    return [*turns, TraceTurn(DONE)]
+
+
+def _read_aloud(lines: Sequence[Line], world: World, rng: np.random.Generator, words: Words) -> list[TraceTurn]:
+    turns, strays, said = list[TraceTurn](), list[str](), ""
+    for text, chore in lines:
+        said += f"{text}\n"
+        if chore is not None:
+            first, *rest = _do_chore(chore, world, strays, rng, words)
+            turns += [replace(first, says=said + first.says), *rest]
+            world, said = chore.after, ""
+    return [*turns, TraceTurn(said + DONE)]
 
 
 def _do_chore(chore: Chore, world: World, strays: list[str], rng: np.random.Generator, words: Words) -> list[TraceTurn]:
@@ -287,12 +313,18 @@ def _blocks(chain: Chain) -> str:
 
 
 def draw_trace(rng: np.random.Generator) -> Trace:
-    """One trace of the cold start's mixture: 60 % solver, 32 % proposer with a terminal, 8 % prompt only."""
-    depth = int(rng.integers(1, MAX_SEED_DEPTH + 1))
-    words = Words("seed", rng)
+    """One trace of the cold start's mixture: 70 % solver, 24 % proposer with a terminal, 6 % prompt only."""
     role = rng.random()
-    if role < 0.6:
-        return solver_trace(draw_chain(depth, "seed", rng), rng, words)
+    if role < 0.7:
+        return draw_solver_trace(rng)
     direction: Direction = "harden" if rng.random() < 0.6 else "simplify" if rng.random() < 0.5 else "explore"
-    chain = draw_chain(depth, "seed", rng)
-    return (proposer_trace if role < 0.92 else one_shot_trace)(chain, direction, rng, words)
+    trace = proposer_trace if role < 0.94 else one_shot_trace
+    return trace(_draw_seed(rng), direction, rng, Words("seed", rng))
+
+
+def draw_solver_trace(rng: np.random.Generator) -> Trace:
+    return solver_trace(_draw_seed(rng), rng, Words("seed", rng))
+
+
+def _draw_seed(rng: np.random.Generator) -> Chain:
+    return draw_chain(int(rng.integers(1, MAX_SEED_DEPTH + 1)), "seed", rng)

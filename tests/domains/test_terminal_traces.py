@@ -100,4 +100,12 @@ def test_no_trace_solves_a_task_deeper_than_the_seeds():
     solved = [trace.user.splitlines() for trace in traces if trace.role == "solver"]
     asides = tuple(text.replace("{w}", "") for text in ASIDES)
     chores = [[line for line in lines if WORD.sub("", line, count=1) not in asides] for lines in solved]
-    assert {len(lines) for lines in chores} == {1, 2} and {len(lines) for lines in solved} == {1, 2, 3, 4}
+    assert {len(lines) for lines in chores} == {1, 2} and {len(lines) for lines in solved} == {1, 2, 3, 4, 5}
+
+
+def test_reading_aloud_says_every_line_once_in_order_and_nothing_else():
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        trace = solver_trace(draw_chain(1 + seed % 2, "seed", rng), rng, Words("seed", rng), aloud=1.0)
+        said = "".join(turn.says.split("<tool_call>")[0] for turn in trace.turns)
+        assert said == f"{trace.user}\nDone."
