@@ -18,7 +18,7 @@ import numpy as np
 
 from rsi.chat import Chat
 from rsi.config import ConfigError, load, parse_argv
-from rsi.domains.terminal import CONSONANTS, Words, draw_chain
+from rsi.domains.terminal import CONSONANTS, draw_chain
 from rsi.domains.terminal_traces import Trace, draw_solver_trace, draw_trace, solver_trace
 from rsi.loss import LossConfig
 from rsi.pack import pack
@@ -93,7 +93,7 @@ def draw(config: ColdStartConfig, step: int, rng: np.random.Generator) -> Trace:
         return draw_trace(rng)
     if step >= config.warm_steps:
         return draw_solver_trace(rng)
-    return solver_trace(draw_chain(1, "seed", rng), rng, Words("seed", rng), asides=False, aloud=1.0)
+    return solver_trace(draw_chain(1, "seed", rng), rng, asides=False, aloud=1.0)
 
 
 def to_batch(traces: Sequence[Trace], chat: Chat, context_weight: float) -> Batch:

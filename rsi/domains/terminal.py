@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -39,17 +39,22 @@ def split_of(word: str) -> Split:
 
 
 class Words:
-    """Draws words of one split, never the same one twice."""
+    """Draws the words of one task. No two begin alike: a model that has copied a first syllable finds only one
+    continuation, and copies words it never saw after a third of the training."""
 
     def __init__(self, split: Split, rng: np.random.Generator):
-        self._split, self._rng, self._used = split, rng, set[str]()
+        self._split, self._rng, self._left = split, rng, [str(first) for first in rng.permutation(FIRST)]
 
     def new(self) -> str:
+        first = self._left.pop()
+        return first + self.second(first)
+
+    def second(self, first: str) -> str:
+        """A second syllable that makes a word of the split with `first`."""
         while True:
-            word = FIRST[self._rng.integers(len(FIRST))] + SECOND[self._rng.integers(len(SECOND))]
-            if word not in self._used and split_of(word) == self._split:
-                self._used.add(word)
-                return word
+            second = SECOND[self._rng.integers(len(SECOND))]
+            if split_of(first + second) == self._split:
+                return second
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Chain:
 
     before: World
     chores: tuple[Chore, ...]
+    words: Words = field(compare=False)
+    """Draws more words for it."""
 
     @property
     def depth(self) -> int:
@@ -310,7 +317,7 @@ def draw_chain(depth: int, split: Split, rng: np.random.Generator) -> Chain:
         chore = next_chore(world, rng, words, frozenset(c.family for c in chores))
         chores.append(chore)
         world = chore.after
-    return Chain(before, tuple(chores))
+    return Chain(before, tuple(chores), words)
 
 
 def solve_script(commands: Iterable[str]) -> bytes:

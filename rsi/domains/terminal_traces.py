@@ -80,12 +80,11 @@ def _listing(world: World, also: Sequence[str] = ()) -> str:
 
 
 def _mistype(path: str, rng: np.random.Generator, words: Words) -> str:
-    """The path with one of its syllables wrong, or another word altogether."""
-    other = words.new()
+    """Another name for the path: most often another word, at times one that begins alike."""
     stem, dot, extension = path.partition(".")
-    keep_first = rng.random() < 0.5
-    wrong = stem[:2] + other[2:] if keep_first else other[:2] + stem[2:]
-    return (wrong if wrong != stem else other) + dot + extension
+    first = stem[:2]
+    wrong = first + words.second(first) if rng.random() < 0.25 else words.new()
+    return (wrong if wrong != stem else words.new()) + dot + extension
 
 
 # ---- the solver -------------------------------------------------------------------------------------------------
@@ -97,15 +96,13 @@ the others act at once, which is shorter and at two chores as good. It is the re
 than were shown, because lines that ask for nothing are read as well."""
 
 
-def solver_trace(
-    chain: Chain, rng: np.random.Generator, words: Words, asides: bool = True, aloud: float = ALOUD
-) -> Trace:
+def solver_trace(chain: Chain, rng: np.random.Generator, asides: bool = True, aloud: float = ALOUD) -> Trace:
     """aloud: chance that the instruction is read line by line."""
     lines = [(chore.text, chore) for chore in chain.chores]
     if asides:
-        lines = _with_asides(lines, rng, words)
+        lines = _with_asides(lines, rng, chain.words)
     instruction = "\n".join(text for text, _ in lines)
-    turns = _read_aloud(lines, chain.before, rng, words) if rng.random() < aloud else _act(chain, rng, words)
+    turns = _read_aloud(lines, chain, rng) if rng.random() < aloud else _act(chain, rng)
     return Trace("solver", chat.SYSTEM["solver"], instruction, tuple(turns))
 
 
@@ -124,26 +121,26 @@ def _with_asides(lines: Sequence[Line], rng: np.random.Generator, words: Words) 
     return lines
 
 
-def _act(chain: Chain, rng: np.random.Generator, words: Words) -> list[TraceTurn]:
+def _act(chain: Chain, rng: np.random.Generator) -> list[TraceTurn]:
     """One chore after the other; at times the last is forgotten, and a look at the files tells."""
     turns, world, strays = list[TraceTurn](), chain.before, list[str]()
     forgets = chain.depth > 1 and rng.random() < 0.08
     for chore in chain.chores:
         if forgets and chore is chain.chores[-1]:
             turns.append(_run("ls", _listing(world, strays)))
-        turns += _do_chore(chore, world, strays, rng, words)
+        turns += _do_chore(chore, world, strays, rng, chain.words)
         world = chore.after
     if rng.random() < 0.2:
         turns.append(_run("ls", _listing(world, strays)))
     return [*turns, TraceTurn(DONE)]
 
 
-def _read_aloud(lines: Sequence[Line], world: World, rng: np.random.Generator, words: Words) -> list[TraceTurn]:
-    turns, strays, said = list[TraceTurn](), list[str](), ""
+def _read_aloud(lines: Sequence[Line], chain: Chain, rng: np.random.Generator) -> list[TraceTurn]:
+    turns, world, strays, said = list[TraceTurn](), chain.before, list[str](), ""
     for text, chore in lines:
         said += f"{text}\n"
         if chore is not None:
-            first, *rest = _do_chore(chore, world, strays, rng, words)
+            first, *rest = _do_chore(chore, world, strays, rng, chain.words)
             turns += [replace(first, says=said + first.says), *rest]
             world, said = chore.after, ""
     return [*turns, TraceTurn(said + DONE)]
@@ -186,7 +183,7 @@ READ_PARENT = "cd assignment/parent && cat instruction.md solution/solve.sh envi
 CHECK = "tools/snapshot-tests && tools/validate"
 
 
-def proposer_trace(chain: Chain, direction: Direction, rng: np.random.Generator, words: Words) -> Trace:
+def proposer_trace(chain: Chain, direction: Direction, rng: np.random.Generator) -> Trace:
     """One agent episode. chain is the parent (harden, simplify) or the new task itself (explore)."""
     assignment = assignment_of(chain, direction, rng)
     if direction == "explore":
@@ -194,32 +191,32 @@ def proposer_trace(chain: Chain, direction: Direction, rng: np.random.Generator,
         world = chain
     else:
         turns = [_run(READ_PARENT, _shown(chain))]
-        edits, world = _edit(chain, direction, rng, words)
+        edits, world = _edit(chain, direction, rng)
         turns += edits
     turns += [_run(CHECK, _verdict(world)), TraceTurn(DONE)]
     if rng.random() < 0.25:
-        turns, world = _revise(turns, world, rng, words)
+        turns, world = _revise(turns, world, rng)
     return Trace("proposer", chat.SYSTEM["proposer"], chat.proposer_message(assignment), tuple(turns))
 
 
-def _edit(chain: Chain, direction: Direction, rng: np.random.Generator, words: Words) -> tuple[list[TraceTurn], Chain]:
+def _edit(chain: Chain, direction: Direction, rng: np.random.Generator) -> tuple[list[TraceTurn], Chain]:
     """Copy the parent and change it: one chore more, one less, or the last one exchanged."""
     copy = "cp -r assignment/parent/. output/task"
-    shorter = Chain(chain.before, chain.chores[:-1])
+    shorter = replace(chain, chores=chain.chores[:-1])
     if direction == "simplify" and chain.depth > 1:
         return [_run(f"{copy}\n{DROP_LAST}")], shorter
     if direction == "simplify":
         copy, chain = f"{copy}\n{DROP_LAST}", shorter
-    return _add(copy, chain, rng, words)
+    return _add(copy, chain, rng)
 
 
-def _add(copy: str, chain: Chain, rng: np.random.Generator, words: Words) -> tuple[list[TraceTurn], Chain]:
+def _add(copy: str, chain: Chain, rng: np.random.Generator) -> tuple[list[TraceTurn], Chain]:
     """Write one chore more down. At times the check finds a slip: a name mistyped in the solution, which an edit mends,
     or a word that the file has not got, after which another chore takes its place."""
-    chore, slip = _chore_after(chain, rng, words), rng.random()
+    chore, slip = _chore_after(chain, rng), rng.random()
     prefix, turns = f"{copy}\n" if copy else "", list[TraceTurn]()
     if slip < 0.25 and chore.family in ERRORS:
-        wrong = _mistype(chore.source, rng, words)
+        wrong = _mistype(chore.source, rng, chain.words)
         error = ERRORS[chore.family].format(a=wrong).rpartition("\n")[0]
         turns = [
             _run(prefix + _add_chore(chore, chore.command.replace(chore.source, wrong, 1)), learn=False),
@@ -227,7 +224,7 @@ def _add(copy: str, chain: Chain, rng: np.random.Generator, words: Words) -> tup
             _run("sed -i '$d' output/task/solution/solve.sh\n" + _append("solution/solve.sh", chore.command)),
         ]
     elif slip < 0.4 and (text := _newest_text(chain)):
-        b, w = f"{words.new()}.txt", words.new()
+        b, w = f"{chain.words.new()}.txt", chain.words.new()
         bad = Chore("keep", f"Keep the lines of {text} with {w} in {b}.", f"grep {w} {text} > {b}", text, b, {})
         turns = [
             _run(prefix + _add_chore(bad), learn=False),
@@ -236,7 +233,7 @@ def _add(copy: str, chain: Chain, rng: np.random.Generator, words: Words) -> tup
         ]
     else:
         turns = [_run(prefix + _add_chore(chore))]
-    return turns, Chain(chain.before, (*chain.chores, chore))
+    return turns, replace(chain, chores=(*chain.chores, chore))
 
 
 def _newest_text(chain: Chain) -> str:
@@ -252,9 +249,7 @@ def _write_new(chain: Chain) -> list[TraceTurn]:
     return [_run(f"tools/new-task\n{files}"), _run(f"{texts}\n{commands}")]
 
 
-def _revise(
-    turns: list[TraceTurn], chain: Chain, rng: np.random.Generator, words: Words
-) -> tuple[list[TraceTurn], Chain]:
+def _revise(turns: list[TraceTurn], chain: Chain, rng: np.random.Generator) -> tuple[list[TraceTurn], Chain]:
     """The host sends the task back: too easy gets a chore more, too hard one less."""
     easy = chain.depth < MAX_SEED_DEPTH or chain.depth == MAX_SEED_DEPTH and rng.random() < 0.5
     mean = 1.0 if easy else float(rng.choice([0.0, 0.12, 0.25]))
@@ -262,17 +257,17 @@ def _revise(
     report = chat.revision_message("too_easy" if easy else "too_hard", mean)
     turns = [*before, replace(last, result=report, from_user=True)]
     if easy:
-        added, chain = _add("", chain, rng, words)
+        added, chain = _add("", chain, rng)
         turns += added
     else:
-        chain = Chain(chain.before, chain.chores[:-1])
+        chain = replace(chain, chores=chain.chores[:-1])
         turns.append(_run(DROP_LAST))
     return [*turns, _run(CHECK, _verdict(chain)), TraceTurn(DONE)], chain
 
 
-def _chore_after(chain: Chain, rng: np.random.Generator, words: Words) -> Chore:
+def _chore_after(chain: Chain, rng: np.random.Generator) -> Chore:
     world = chain.chores[-1].after if chain.chores else chain.before
-    return next_chore(world, rng, words, frozenset(chore.family for chore in chain.chores))
+    return next_chore(world, rng, chain.words, frozenset(chore.family for chore in chain.chores))
 
 
 def _shown(chain: Chain) -> str:
@@ -293,13 +288,13 @@ def assignment_of(chain: Chain, direction: Direction, rng: np.random.Generator) 
     return Assignment("", "terminal", direction, parent, rate, 8, failure)
 
 
-def one_shot_trace(chain: Chain, direction: Direction, rng: np.random.Generator, words: Words) -> Trace:
+def one_shot_trace(chain: Chain, direction: Direction, rng: np.random.Generator) -> Trace:
     """The prompt-only arm: the parent's files in the question, every file of the new task in the answer."""
     assignment = assignment_of(chain, direction, rng)
     question = chat.proposer_message(assignment)
     if direction != "explore":
         question += "\n" + _blocks(chain)
-        _, chain = _edit(chain, direction, rng, words)
+        _, chain = _edit(chain, direction, rng)
     return Trace("proposer", chat.ONE_SHOT, question, (TraceTurn(_blocks(chain)),))
 
 
@@ -319,11 +314,11 @@ def draw_trace(rng: np.random.Generator) -> Trace:
         return draw_solver_trace(rng)
     direction: Direction = "harden" if rng.random() < 0.6 else "simplify" if rng.random() < 0.5 else "explore"
     trace = proposer_trace if role < 0.94 else one_shot_trace
-    return trace(_draw_seed(rng), direction, rng, Words("seed", rng))
+    return trace(_draw_seed(rng), direction, rng)
 
 
 def draw_solver_trace(rng: np.random.Generator) -> Trace:
-    return solver_trace(_draw_seed(rng), rng, Words("seed", rng))
+    return solver_trace(_draw_seed(rng), rng)
 
 
 def _draw_seed(rng: np.random.Generator) -> Chain:

@@ -9,7 +9,7 @@ import pytest
 from rsi.admission.calibrate import CalibrateConfig
 from rsi.admission.validate import ValidateConfig
 from rsi.chat import Call, parse_call
-from rsi.domains.terminal import Chain, Words, draw_chain, write_chain
+from rsi.domains.terminal import Chain, draw_chain, write_chain
 from rsi.domains.terminal_traces import ASIDES, Trace, assignment_of, draw_trace, proposer_trace, solver_trace
 from rsi.episode import observation_text
 from rsi.harbor.image import image_spec
@@ -35,7 +35,7 @@ def test_solver_traces_show_what_the_sandbox_answers():
                 sandbox = await backend.create(
                     await backend.build(image_spec(task_from_files(write_chain(chain), "terminal")))
                 )
-                for turn in solver_trace(chain, rng, Words("seed", rng)).turns:
+                for turn in solver_trace(chain, rng).turns:
                     call = parse_call(turn.says)
                     if isinstance(call, Call):
                         turns += 1
@@ -55,7 +55,7 @@ def proposer_traces(direction: Direction, num: int) -> list[tuple[Chain, Trace]]
     rng = np.random.default_rng(11)
     while len(found) < num:
         chain = draw_chain(1 + len(found) % 2, "seed", rng)
-        trace = proposer_trace(chain, direction, rng, Words("seed", rng))
+        trace = proposer_trace(chain, direction, rng)
         if not any(turn.from_user for turn in trace.turns):
             found.append((chain, trace))
     return found
@@ -106,6 +106,6 @@ def test_no_trace_solves_a_task_deeper_than_the_seeds():
 def test_reading_aloud_says_every_line_once_in_order_and_nothing_else():
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        trace = solver_trace(draw_chain(1 + seed % 2, "seed", rng), rng, Words("seed", rng), aloud=1.0)
+        trace = solver_trace(draw_chain(1 + seed % 2, "seed", rng), rng, aloud=1.0)
         said = "".join(turn.says.split("<tool_call>")[0] for turn in trace.turns)
         assert said == f"{trace.user}\nDone."
