@@ -6,10 +6,11 @@ import asyncio
 import inspect
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from rsi.sandbox import Image, ImageSpec, SandboxConfig
+from rsi.sandbox import Backend, Image, ImageSpec, Sandbox, SandboxConfig
 from rsi.sandbox.namespace import NamespaceBackend, NamespaceSandbox
 
 SECRET = "sk-not-for-the-sandbox"
@@ -56,6 +57,43 @@ def image(runner: asyncio.Runner, backend: NamespaceBackend) -> Image:
 @pytest.fixture
 def box(runner: asyncio.Runner, backend: NamespaceBackend, image: Image) -> Iterator[NamespaceSandbox]:
     sandbox = runner.run(backend.create(image))
+    yield sandbox
+    runner.run(sandbox.close())
+
+
+# ---- what every backend promises and withstands
+
+BACKENDS = ("namespace", "namespace without cgroups")
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def any_backend(request: pytest.FixtureRequest, runner: asyncio.Runner, backend: NamespaceBackend) -> Iterator[Backend]:
+    """Each backend in turn. A line in `open_backend` and one in BACKENDS add another."""
+    opened = open_backend(request.param, backend)
+    yield opened
+    if opened is not backend:
+        runner.run(opened.close())
+
+
+def open_backend(name: str, namespace: NamespaceBackend) -> Backend:
+    match name:
+        case "namespace":
+            return namespace
+        case "namespace without cgroups":
+            if namespace.driver.kind == "none":
+                pytest.skip("there are no cgroups here, so this is the backend before")
+            return NamespaceBackend(replace(namespace.config, cgroups=False))
+    raise AssertionError(f"no backend is called {name!r}")
+
+
+@pytest.fixture(scope="session")
+def any_image(runner: asyncio.Runner, any_backend: Backend) -> Image:
+    return runner.run(any_backend.build(ImageSpec()))
+
+
+@pytest.fixture
+def any_box(runner: asyncio.Runner, any_backend: Backend, any_image: Image) -> Iterator[Sandbox]:
+    sandbox = runner.run(any_backend.create(any_image))
     yield sandbox
     runner.run(sandbox.close())
 
