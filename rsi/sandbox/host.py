@@ -97,11 +97,15 @@ def remove_tree(path: str) -> None:
         subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL, check=False)
 
 
-def start_launcher(run_dir: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The zygote on the base interpreter (a virtual environment's own start-up files are nothing for it)."""
+def start_launcher(run_dir: str, with_environment: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The zygote on the base interpreter (a virtual environment's own start-up files are nothing for it).
+
+    with_environment: it inherits ours; for the attack suite, which looks for what must not be there.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # A module system's interpreter may need its library path; commands inside get neither.
     env = {"PATH": PATH} | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    env |= os.environ if with_environment else {}
     python = sys._base_executable  # pyright: ignore[reportAttributeAccessIssue]
     with theirs, open(f"{run_dir}/launcher.log", "wb") as log:
         try:

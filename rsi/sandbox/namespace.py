@@ -223,7 +223,7 @@ class NamespaceSandbox:
             self._give_up(running)
             return
         try:
-            if not self._groups.kill_command(running.group):
+            if "tree" in self._backend.weaken or not self._groups.kill_command(running.group):
                 # Without groups there is no finer knife: older jobs die too.
                 self._send({"op": "killall", "id": 0}, [], [])
         except OSError as error:
@@ -277,6 +277,8 @@ class NamespaceSandbox:
 
     def _after_exit(self, running: Running, num_left: int) -> None:
         """No command leaves a fork bomb to the next."""
+        if "left" in self._backend.weaken:
+            return
         try:
             self._groups.end_command(running.group)
         except OSError as error:
@@ -452,8 +454,13 @@ COPY = "copy:"
 class NamespaceBackend:
     """Images from a base directory and cached layers; sandboxes from the launcher. Belongs to one event loop."""
 
-    def __init__(self, config: SandboxConfig, cgroup_root: str = cgroups.ROOT) -> None:
+    def __init__(
+        self, config: SandboxConfig, cgroup_root: str = cgroups.ROOT, weaken: frozenset[str] = frozenset()
+    ) -> None:
+        """weaken: defences to switch off in the sandboxes made from now on (zygote.weakened), for the attack suite; an
+        argument and no key of the config, so that no recipe can."""
         self.config = config
+        self.weaken = weaken
         self.driver = cgroups.find_driver(config.cgroups, cgroup_root)
         self.privileged = host.is_privileged()
         self.name = f"sbx-{os.getpid()}-{host.start_time(os.getpid())}-{next(_backends)}"
@@ -492,7 +499,7 @@ class NamespaceBackend:
                 self._launcher[1].close()
                 self._launcher = None  # it was killed, and all its sandboxes with it; the next ones get a new one
             if not self._launcher:
-                self._launcher = host.start_launcher(self._run_dir)
+                self._launcher = host.start_launcher(self._run_dir, "environment" in self.weaken)
 
     def _make_run_dir(self) -> str:
         """A directory of ours (mount point, launcher log) among those of other hosts; those of dead ones are swept."""
@@ -637,6 +644,7 @@ class NamespaceBackend:
             "inodes": limits.inodes,
             "host_network": network == "host",
             "workdir": image.workdir,
+            "weaken": sorted(self.weaken),
             "max_pids": 0 if "pids" in self.driver.parents else limits.pids + 2,
             "max_memory": 0 if "memory" in self.driver.parents else limits.memory_mb << 20,
         }

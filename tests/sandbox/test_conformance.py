@@ -180,6 +180,11 @@ async def test_a_cancelled_put_or_get_leaves_a_sandbox_that_works(any_box: Sandb
     assert len((await any_box.get("/app/big"))["big"].content) == 8 << 20
 
 
+async def test_killing_everything_ends_the_command_and_not_the_sandbox(any_box: Sandbox) -> None:
+    await any_box.exec("kill -9 -1")
+    assert (await any_box.exec("echo lives")).stdout == b"lives\n"
+
+
 async def test_kill_all_leaves_only_the_supervisor(any_box: Sandbox) -> None:
     await any_box.exec("for i in 1 2 3; do setsid sleep 1005 & done")
     await any_box.kill_all()
@@ -261,6 +266,25 @@ async def test_get_of_too_much_raises(any_box: Sandbox) -> None:
     assert (await any_box.exec("rm /app/sparse")).exit_code == 0
 
 
+async def test_deep_nesting_ends_a_get_in_an_error_and_not_in_a_hang(any_box: Sandbox) -> None:
+    await any_box.exec(["python3", "-c", "import os\nfor i in range(3000): os.mkdir('d'); os.chdir('d')"])
+    with pytest.raises(SandboxError):
+        await any_box.get("/app")
+    assert (await any_box.exec("echo ok")).stdout == b"ok\n"
+
+
+async def test_a_full_disk_is_an_error_of_the_command_and_a_fault_of_a_put(
+    any_backend: Backend, any_image: Image
+) -> None:
+    sandbox = await any_backend.create(any_image, Limits(disk_mb=4))
+    full = await sandbox.exec("head -c 10M /dev/zero >/app/big")
+    assert full.exit_code == 1 and b"No space left" in full.stderr
+    with pytest.raises(SandboxError, match="No space left"):
+        await sandbox.put("/app", {"more": bytes(1 << 20)})
+    assert (await sandbox.exec("echo ok")).stdout == b"ok\n"
+    await sandbox.close()
+
+
 async def test_get_passes_by_what_is_no_file(any_box: Sandbox) -> None:
     await any_box.exec("mkfifo /app/pipe; echo x >/app/x")
     got = await any_box.get("/app")
@@ -309,6 +333,22 @@ async def test_a_snapshot_forks_files_and_not_processes(any_box: Sandbox, any_ba
     assert (await any_box.exec("cat /app/f")).stdout == b"two\n"
     await any_box.exec("rm /app/tick; until [ -e /app/tick ]; do sleep 0.02; done", timeout_s=20)  # it was thawed
     await fork.close()
+
+
+# ---- between sandboxes
+
+
+async def test_two_sandboxes_do_not_see_each_other(any_box: Sandbox, any_backend: Backend, any_image: Image) -> None:
+    other = await any_backend.create(any_image)
+    await other.exec("echo x >/app/theirs; echo x >/dev/shm/theirs; sleep 500 &")
+    seen = await any_box.exec("ls /app /dev/shm; ps -eo args | grep '[s]leep 500'")
+    assert seen.stdout == b"/app:\n\n/dev/shm:\n"
+    await other.close()
+
+
+async def test_its_own_loopback_works(any_box: Sandbox) -> None:
+    code = "import socket as s; a = s.create_server(('127.0.0.1', 0)); s.create_connection(a.getsockname()); print(1)"
+    assert (await any_box.exec(["python3", "-c", code])).stdout == b"1\n"
 
 
 # ---- ends

@@ -6,8 +6,10 @@ import asyncio
 import os
 from dataclasses import replace
 
-from rsi.sandbox import Image, ImageSpec, Step
-from rsi.sandbox.namespace import NamespaceBackend, NamespaceSandbox
+import pytest
+
+from rsi.sandbox import Image, ImageSpec, Limits, SandboxError, Step
+from rsi.sandbox.namespace import ENFORCEABLE, NamespaceBackend, NamespaceSandbox
 
 
 async def test_a_cwd_that_is_missing_is_the_root(box: NamespaceSandbox) -> None:
@@ -20,6 +22,28 @@ async def test_timeout_spares_older_jobs_where_cgroups_tell_them_apart(
     await box.exec("sleep 301 &")
     assert (await box.exec("sleep 302", timeout_s=0.3)).timed_out
     assert (b"sleep 301" in (await box.exec("ps -eo args")).stdout) == has_cgroups
+
+
+async def test_memory_that_runs_out_is_told(backend: NamespaceBackend, image: Image, has_cgroups: bool) -> None:
+    sandbox = await backend.create(image, Limits(memory_mb=64, disk_mb=8))
+    result = await sandbox.exec(["python3", "-c", "a = bytearray(10**9)"])
+    assert result.exit_code == 137 and result.oom if has_cgroups else b"MemoryError" in result.stderr
+    after = await sandbox.exec("echo ok")
+    assert (after.stdout, after.oom) == (b"ok\n", False)
+    await sandbox.close()
+
+
+async def test_probe_tells_what_is_enforced(backend: NamespaceBackend) -> None:
+    found = await backend.probe()
+    expected = set(ENFORCEABLE) if backend.driver.kind != "none" else {"pids", "disk", "inodes", "network"}
+    assert found.enforced == expected and set(found.missing) == set(ENFORCEABLE) - expected
+
+
+async def test_a_limit_that_does_not_hold_must_be_accepted(backend: NamespaceBackend) -> None:
+    strict = NamespaceBackend(replace(backend.config, cgroups=False, accept_missing=("cpu",)))
+    with pytest.raises(SandboxError, match="(?s)does not enforce memory: .*accept_missing"):
+        await strict.create(await strict.build(ImageSpec()))
+    await strict.close()
 
 
 async def test_run_steps_see_what_came_before_and_are_cached(backend: NamespaceBackend) -> None:
