@@ -7,7 +7,7 @@ our side raises `SandboxError`, which callers count as a fault and never as a re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Network = Literal["none", "host"]
@@ -22,10 +22,24 @@ class BuildError(ValueError):
 
 
 @dataclass(frozen=True)
+class DockerConfig:
+    """What only the `docker` backend reads; which engine it talks to is DOCKER_HOST's to say."""
+
+    base: str = ""
+    """The engine's image under every ImageSpec; empty: `rootfs` or the host's packages, imported without a registry."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """What the FROM of a Dockerfile stands for: {ubuntu:24.04: an image that the engine has}."""
+    build_network: Literal["none", "bridge", "host"] = "none"
+    """Of builds. `host` reaches services on the engine's loopback: only for Dockerfiles that people wrote."""
+    ca_bundle: str = ""
+    """PEM file that builds trust, for a network whose TLS is re-signed (often $SSL_CERT_FILE); empty: the image's own."""
+
+
+@dataclass(frozen=True)
 class SandboxConfig:
     """The `sandbox:` block of a recipe."""
 
-    backend: Literal["namespace"] = "namespace"
+    backend: Literal["namespace", "docker"] = "namespace"
     rootfs: str = ""
     """Directory with an unpacked base file system; empty: built once from the host's packages, without network."""
     cache_dir: str = ""
@@ -36,6 +50,7 @@ class SandboxConfig:
     """Limits that may go unenforced where this host cannot enforce them (see `probe`); any other stops the run."""
     max_alive: int = 64
     """Sandboxes alive at once; further `create` calls wait."""
+    docker: DockerConfig = DockerConfig()
 
 
 @dataclass(frozen=True)
@@ -172,3 +187,7 @@ def build_backend(config: SandboxConfig) -> Backend:
             from rsi.sandbox.namespace import NamespaceBackend
 
             return NamespaceBackend(config)
+        case "docker":
+            from rsi.sandbox.docker import DockerBackend
+
+            return DockerBackend(config)
