@@ -223,7 +223,9 @@ class NamespaceSandbox:
             self._give_up(running)
             return
         try:
-            if "tree" in self._backend.weaken or not self._groups.kill_command(running.group):
+            if "tree" in self._backend.weaken:
+                self._send({"op": "killleaders", "id": 0}, [], [])
+            elif not self._groups.kill_command(running.group):
                 # Without groups there is no finer knife: older jobs die too.
                 self._send({"op": "killall", "id": 0}, [], [])
         except OSError as error:

@@ -527,6 +527,8 @@ class Init:
             case "killall":
                 self.kill_all()
                 self.say(id=number, rc=0)
+            case "killleaders":
+                self.kill_leaders()
             case "signal":  # freezes and thaws where there is no cgroup to do it
                 assert os.getpid() == 1, "outside a PID namespace of our own, -1 is the whole machine"
                 try:
@@ -564,11 +566,15 @@ class Init:
             return -1
         return sum(name.isdigit() for name in os.listdir("/proc")) - 1 - len(self.running)
 
+    def kill_leaders(self) -> None:
+        """The commands and nothing that they started: what a timeout must not be content with."""
+        for pid in self.running:
+            os.kill(pid, signal.SIGKILL)
+
     def kill_all(self, patience_s: float = 2.0) -> None:
         """Kill all but PID 1 and reap until none is left: a zombie still takes a pid."""
-        if "tree" in weakened or os.getpid() != 1:  # outside a PID namespace of our own, -1 is the whole machine
-            for pid in self.running:
-                os.kill(pid, signal.SIGKILL)
+        if os.getpid() != 1:  # outside a PID namespace of our own, -1 is the whole machine
+            self.kill_leaders()
             return
         end = time.monotonic() + patience_s
         while time.monotonic() < end:

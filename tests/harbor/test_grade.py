@@ -3,7 +3,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from rsi.harbor.grade import Grader, collect, outputs_digest, read_reward, read_verdict
+from rsi.harbor.grade import Grader, collect, leads_to_tests, outputs_digest, read_reward, read_verdict
 from rsi.harbor.snapshot import snapshot_tests
 from rsi.harbor.task import new_task_files, task_from_files
 from rsi.sandbox import Backend, Entry, ExecResult, SandboxError
@@ -107,6 +107,27 @@ def test_digests_of_outputs_differ_by_content_mode_kind_and_path() -> None:
     ]
     assert len({outputs_digest(state) for state in states}) == 6
     assert outputs_digest({"a": file(b"1"), "b": file(b"2")}) == outputs_digest({"b": file(b"2"), "a": file(b"1")})
+
+
+@pytest.mark.parametrize(
+    "links, found",
+    [
+        ({"out": "/tests/expected"}, ["out"]),
+        ({"out": "/tests"}, ["out"]),
+        ({"out": "../tests/x"}, ["out"]),
+        ({"out": "sub/../../logs/verifier"}, ["out"]),
+        ({"root": "/", "out": "root/tests/x"}, ["out"]),
+        ({"a": "b", "b": "c", "c": "/solution"}, ["a", "b", "c"]),
+        ({"out": "/proc/self/root/tests/x"}, ["out"]),
+        ({"out": "/dev/fd/3/../tests"}, ["out"]),
+        ({"out": "/etc/shadow", "null": "/dev/null", "near": "tests/x", "like": "/testsuite"}, []),
+        ({"loop": "pool", "pool": "loop", "self": "self"}, []),
+        ({"up": "../../../../app/x"}, []),
+    ],
+)
+def test_links_that_lead_to_the_tests_are_known(links: dict[str, str], found: list[str]) -> None:
+    outputs = {path: Entry("link", 0o777, target=target) for path, target in links.items()}
+    assert [path for path in outputs if leads_to_tests(path, outputs, "/app")] == found
 
 
 def test_the_reference_passes_and_the_initial_state_fails(with_grader) -> None:
