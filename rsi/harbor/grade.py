@@ -16,7 +16,7 @@ import re
 import shlex
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rsi.harbor.image import image_spec
@@ -148,7 +148,7 @@ class Grader:
             f"rm -rf -- {workdir} && mkdir -p {shlex.quote(_parent(task.workdir))} && mv -T -- {STAGE} {workdir} "
             f"&& cd {workdir} || {{ echo 'rsi: cannot place the outputs' >&2; exit 125; }}; exec /tests/test.sh"
         )
-        async with self._fresh(task, task.limits.verifier_timeout_s, SPARE_MB, SPARE_INODES) as sandbox:
+        async with self._fresh(task, task.limits.verifier_timeout_s, SPARE_MB, SPARE_INODES, True) as sandbox:
             await sandbox.put("/", staged)
             done = await sandbox.exec(command, timeout_s=task.limits.verifier_timeout_s, cwd="/")
             if done.timed_out:
@@ -160,7 +160,7 @@ class Grader:
 
     @asynccontextmanager
     async def _fresh(
-        self, task: Task, timeout_s: float, spare_mb: int = 0, spare_inodes: int = 0
+        self, task: Task, timeout_s: float, spare_mb: int = 0, spare_inodes: int = 0, as_root: bool = False
     ) -> AsyncIterator[Sandbox]:
         limits = task.limits
         granted = Limits(
@@ -170,7 +170,9 @@ class Grader:
             inodes=Limits().inodes + spare_inodes,
             wall_s=timeout_s + 60.0,
         )
-        sandbox = await self._backend.create(await self.build(task), granted)
+        # As root, whatever the image's USER: outputs come back without owners, and the tests must read all of them.
+        image = await self.build(task)
+        sandbox = await self._backend.create(replace(image, user="") if as_root else image, granted)
         try:
             yield sandbox
         finally:

@@ -7,10 +7,12 @@ our side raises `SandboxError`, which callers count as a fault and never as a re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
 Network = Literal["none", "host"]
+BASE = "rsi/base"
+"""The FROM that every backend knows: its default base file system."""
 
 
 class SandboxError(RuntimeError):
@@ -32,7 +34,7 @@ class DockerConfig:
     build_network: Literal["none", "bridge", "host"] = "none"
     """Of builds. `host` reaches services on the engine's loopback: only for Dockerfiles that people wrote."""
     ca_bundle: str = ""
-    """PEM file that builds trust, for a network whose TLS is re-signed (often $SSL_CERT_FILE); empty: the image's own."""
+    """PEM file that builds trust, for a network whose TLS is re-signed (often $SSL_CERT_FILE); empty: the image's."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class SandboxConfig:
     backend: Literal["namespace", "docker"] = "namespace"
     rootfs: str = ""
     """Directory with an unpacked base file system; empty: built once from the host's packages, without network."""
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """What else the FROM of a Dockerfile may name in the `namespace` backend: {ubuntu:24.04: a directory like `rootfs`,
+    or empty for the same base}. `rsi/base` is always that one."""
     cache_dir: str = ""
     """Where the base and built images are kept; empty: $RSI_CACHE, else ~/.cache/rsi."""
     cgroups: bool = True
@@ -64,6 +69,13 @@ class Limits:
     inodes: int = 16384
     wall_s: float = 600.0
     """Life of the sandbox; it is killed after that."""
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if not value > 0:
+                usual = f"give more than 0 ({limit.default} is usual)"
+                raise ValueError(f"limit {limit.name}={value} lets nothing run; {usual}")
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,8 @@ class Step:
     run: str = ""
     copy: Mapping[str, bytes] | None = None
     """Absolute path inside the image -> content; mode 0755 where the content begins with `#!`, else 0644."""
+    user: str = ""
+    """Of `run`: a name or id that the image knows, perhaps with `:group`; empty: root."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,10 @@ class ImageSpec:
     env: tuple[tuple[str, str], ...] = ()
     workdir: str = "/app"
     """Made if it is missing."""
+    base: str = BASE
+    """The FROM: a name that the backend's config maps to a file system."""
+    user: str = ""
+    """Of commands that run in it (files are put and got as root); empty: root."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +137,9 @@ class Image:
     layers: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
     workdir: str = "/app"
+    base: str = ""
+    """What lies below the layers, as the backend names it; empty: its default."""
+    user: str = ""
 
 
 @dataclass(frozen=True)

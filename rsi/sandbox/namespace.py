@@ -24,9 +24,10 @@ import tarfile
 import tempfile
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rsi.sandbox import (
+    BASE,
     BuildError,
     Capabilities,
     Entry,
@@ -326,6 +327,7 @@ class NamespaceSandbox:
             "argv": argv,
             "env": self._environment | dict(env or {}),
             "cwd": cwd if cwd is not None else self.image.workdir,
+            "user": self.image.user,
             "script": script is not None,
         }
         out, err = (streams.Capture(self._loop, max_output, max_output) for _ in range(2))
@@ -382,7 +384,7 @@ class NamespaceSandbox:
             shutil.rmtree(target, ignore_errors=True)
             raise
         layers = tuple(layer for layer in self.image.layers if not layer.startswith(COPY)) + (target,)
-        return Image(f"snapshot-{os.path.basename(target)}", layers, self.image.env, self.image.workdir)
+        return replace(self.image, id=f"snapshot-{os.path.basename(target)}", layers=layers)
 
     async def copy_upper(self, target: str) -> None:
         """Copy what this sandbox wrote to a directory of the host."""
@@ -639,7 +641,7 @@ class NamespaceBackend:
         message = {
             "op": "create",
             "mount_point": f"{self._run_dir}/mnt",
-            "lowers": [*reversed(layers), self.base],
+            "lowers": [*reversed(layers), image.base or self.base],
             "cgroups": list(groups.layout.supervisor),
             "privileged": self.privileged,
             "disk": limits.disk_mb << 20,
@@ -673,7 +675,8 @@ class NamespaceBackend:
     async def build(self, spec: ImageSpec, timeout_s: float = 60.0) -> Image:
         """See the Protocol. Equal specs are built once, also when asked for at the same time."""
         await self._start()
-        key = _digest(self.base, json.dumps([spec.env, spec.workdir]), *(_step_key(step) for step in spec.steps))
+        whole = json.dumps([spec.base, spec.env, spec.workdir, spec.user])
+        key = _digest(self.base, whole, *(_step_key(step) for step in spec.steps))
         task = self._builds.get(key)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._build(key, spec, timeout_s))
@@ -686,18 +689,56 @@ class NamespaceBackend:
 
     async def _build(self, key: str, spec: ImageSpec, timeout_s: float) -> Image:
         layers: tuple[str, ...] = ()
-        digest = _digest(self.base, json.dumps([spec.env, spec.workdir]))
+        image = Image(key, (), spec.env, spec.workdir, await self._find_base(spec.base), spec.user)
+        self._check_users({spec.user, *(step.user for step in spec.steps)})
+        digest = _digest(image.base or self.base, json.dumps([spec.env, spec.workdir]))
         for step in spec.steps:
             digest = _digest(digest, _step_key(step))
             if step.copy is not None:
                 layers += (self._keep_copy(step.copy),)
             if step.run or _copied_bytes(self._copies, layers) > INLINE_COPY_BYTES:
                 target = f"{self.cache}/layers/{digest}"
-                below = Image(digest, layers, spec.env, spec.workdir)
+                below = replace(image, id=digest, layers=layers, user=step.user)
                 if not os.path.isdir(target):
                     await self._build_layer(below, step.run, target, timeout_s)
                 layers = tuple(layer for layer in layers if not layer.startswith(COPY)) + (target,)
-        return Image(key, layers, spec.env, spec.workdir)
+        image = replace(image, layers=layers)
+        if spec.user:
+            await self._check_user_of(image)
+        return image
+
+    async def _find_base(self, name: str) -> str:
+        """The directory that a FROM stands for; "" is the default one."""
+        if name == BASE:
+            return ""
+        known = self.config.bases
+        path = known.get(name, known.get(f"{name}:latest"))
+        if path is None:
+            names = ", ".join(sorted({BASE, *known}))
+            raise BuildError(
+                f"FROM {name}: no base has that name here ({names}); name it in sandbox.bases, "
+                f'as {{"{name}": a directory with an unpacked file system, or "" for the default base}}'
+            )
+        if not path:
+            return ""
+        return await asyncio.to_thread(rootfs.prepare_base, path, self.cache, self.privileged, f"sandbox.bases[{name}]")
+
+    def _check_users(self, users: set[str]) -> None:
+        others = users - {"", "root", "0"}
+        if others and not self.privileged:
+            raise SandboxError(
+                f"USER {min(others)}: a plain user's sandbox has one id; run as root, or take the docker backend"
+            )
+
+    async def _check_user_of(self, image: Image) -> None:
+        """Whether the image knows its user."""
+        sandbox = await self._create(image, LIMITS, "none")
+        try:
+            done = await sandbox.exec(["true"])
+        finally:
+            await sandbox.close()
+        if done.exit_code != 0:
+            raise BuildError(f"USER {image.user}: {done.stderr.decode(errors='replace').strip()}")
 
     def _keep_copy(self, files: Mapping[str, bytes]) -> str:
         for path in files:
@@ -789,7 +830,7 @@ def _digest(*parts: str) -> str:
 
 def _step_key(step: Step) -> str:
     copied = {path: hashlib.sha256(content).hexdigest() for path, content in (step.copy or {}).items()}
-    return json.dumps([step.run, sorted(copied.items()), step.copy is not None])
+    return json.dumps([step.run, step.user, sorted(copied.items()), step.copy is not None])
 
 
 def _copied_bytes(copies: Mapping[str, bytes], layers: tuple[str, ...]) -> int:

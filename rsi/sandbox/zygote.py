@@ -622,7 +622,8 @@ def command_process(message: Message, fds: list[int], max_pids: int, max_memory:
 def perform(message: Message) -> None:
     match message["op"]:
         case "exec":
-            execute(message["argv"], message["env"], message["cwd"])
+            env = become(message["user"], message["env"]) if message["user"] else message["env"]
+            execute(message["argv"], env, message["cwd"])
         case "put":
             os.makedirs(message["directory"], exist_ok=True)
             unpack(0, message["directory"])
@@ -631,6 +632,38 @@ def perform(message: Message) -> None:
                 pack(message["path"], 1, message["max_bytes"], message["max_entries"])
         case "forks":  # how many children this command may have at once
             os.write(1, str(count_forks(message["wanted"])).encode())
+
+
+def become(user: str, env: dict[str, str]) -> dict[str, str]:
+    """Take the ids of `user` (name or id, perhaps with `:group`); the environment with that user's HOME.
+
+    Read from the files by hand: libc's look-ups load what the agent's nsswitch.conf names.
+    """
+    name, _, group = user.partition(":")
+    rows = [line.split(":") for line in read_lines("/etc/passwd")]
+    row = next((row for row in rows if len(row) > 5 and name in (row[0], row[2])), None)
+    if row is None and not name.isdigit():
+        raise ValueError(f"user {name} is not in /etc/passwd; add it with RUN useradd, or name one that is there")
+    uid, gid, home = (int(row[2]), int(row[3]), row[5]) if row else (int(name), 0, "/")
+    groups = [line.split(":") for line in read_lines("/etc/group")]
+    members = [int(row[2]) for row in groups if len(row) > 3 and name in row[3].split(",")]
+    if group:
+        numbers = [int(row[2]) for row in groups if len(row) > 2 and group in (row[0], row[2])]
+        if not numbers and not group.isdigit():
+            raise ValueError(f"group {group} is not in /etc/group; add it with RUN groupadd, or name one that is there")
+        gid, members = numbers[0] if numbers else int(group), []
+    os.setgroups(members)
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+    return {**env, "HOME": home} if env.get("HOME") == "/root" else env
+
+
+def read_lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def execute(argv: list[str], env: dict[str, str], cwd: str) -> NoReturn:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from rsi.sandbox import Image, ImageSpec, Limits, SandboxError, Step
+from rsi.sandbox import BuildError, Image, ImageSpec, Limits, SandboxError, Step
 from rsi.sandbox.namespace import ENFORCEABLE, NamespaceBackend, NamespaceSandbox
 
 
@@ -62,6 +64,58 @@ async def test_run_steps_see_what_came_before_and_are_cached(backend: NamespaceB
         await sandbox.close()
     await other.close()
     assert stamps[0] == stamps[1]
+
+
+async def test_a_from_is_what_the_config_says(backend: NamespaceBackend, tmp_path: Path) -> None:
+    given = tmp_path / "rootfs"
+    most = shutil.ignore_patterns("local", "share", "file", "perl*", "python*")  # enough for bash and coreutils
+    await asyncio.to_thread(shutil.copytree, backend.base, given, symlinks=True, ignore=most)
+    (given / "etc" / "marker").write_text("given\n")
+    other = NamespaceBackend(replace(backend.config, bases={"debian:12": str(given), "own:latest": ""}))
+    spec = ImageSpec((Step(run="cp /etc/marker /copied"),), base="debian:12")
+    sandbox = await other.create(await other.build(spec))
+    assert (await sandbox.exec("cat /copied; stat -c %u /etc/marker")).stdout == b"given\n0\n"
+    fork = await other.create(await sandbox.snapshot())
+    assert (await fork.exec("cat /etc/marker")).stdout == b"given\n"
+    own = await other.create(await other.build(ImageSpec(base="own")))
+    assert (await own.exec("ls /etc/marker")).exit_code == 2
+    with pytest.raises(BuildError, match=r"FROM ubuntu:24.04: no base .* \(debian:12, own:latest, rsi/base\).*bases"):
+        await other.build(ImageSpec(base="ubuntu:24.04"))
+    await other.close()
+
+
+async def test_a_base_that_is_no_file_system_names_its_key(backend: NamespaceBackend, tmp_path: Path) -> None:
+    other = NamespaceBackend(replace(backend.config, bases={"empty": str(tmp_path)}))
+    with pytest.raises(SandboxError, match=r"sandbox\.bases\[empty\]=.* holds no file system"):
+        await other.build(ImageSpec(base="empty"))
+    await other.close()
+
+
+async def test_a_user_runs_the_steps_and_commands_that_follow(backend: NamespaceBackend) -> None:
+    added = (
+        "echo bob:x:1234:1234::/home/bob:/bin/bash >>/etc/passwd; echo 'staff:x:50:bob' >>/etc/group; mkdir /home/bob"
+    )
+    steps = (Step(run=added + "; chown 1234 /home/bob"), Step(run="id -u >/home/bob/id; ! touch /root/x", user="bob"))
+    if not backend.privileged:
+        with pytest.raises(SandboxError, match="USER bob: a plain user's sandbox has one id; run as root"):
+            await backend.build(ImageSpec(steps, user="bob"))
+        return
+    sandbox = await backend.create(await backend.build(ImageSpec(steps, user="bob")))
+    seen = await sandbox.exec("cat /home/bob/id; id -u; id -G; echo $HOME; grep CapEff /proc/self/status")
+    assert seen.stdout == b"1234\n1234\n1234 50\n/home/bob\nCapEff:\t0000000000000000\n"
+    await sandbox.put("/root", {"x": b"put and got as root"})
+    assert (await sandbox.get("/root/x"))["x"].content == b"put and got as root"
+    await sandbox.close()
+    for user, complaint in (("eve", "user eve is not in /etc/passwd"), ("bob:eves", "group eves is not in /etc/group")):
+        with pytest.raises(BuildError, match=complaint):
+            await backend.build(ImageSpec(steps, user=user))
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"limit memory_mb=0 lets nothing run; give more than 0 \(512 is usual\)"):
+        Limits(memory_mb=0)
+    with pytest.raises(ValueError, match="limit wall_s=-1"):
+        Limits(wall_s=-1)
 
 
 async def test_a_large_copy_becomes_a_layer(backend: NamespaceBackend) -> None:
