@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 
 from rsi.sandbox import SandboxConfig, SandboxError, cgroups, zygote
@@ -69,8 +70,17 @@ def start_time(pid: int) -> str:
     return text.rpartition(")")[2].split()[19] if text else ""
 
 
-def sweep(top: str) -> None:
-    """Remove what hosts that were killed left: groups, run directories, snapshots (their processes died with them)."""
+def runs_dir() -> str:
+    """Where the run directories of this user's hosts lie."""
+    return os.path.join(tempfile.gettempdir(), f"rsi-sandboxes-{os.geteuid()}")
+
+
+def sweep(top: str) -> list[str]:
+    """Remove what hosts that were killed left: groups, run directories, snapshots (their processes died with them).
+
+    Returns the names of those hosts; one whose groups are still busy is left to the next sweep.
+    """
+    swept = []
     for name in os.listdir(top):
         kind, _, rest = name.partition("-")
         pid, _, rest = rest.partition("-")
@@ -86,6 +96,8 @@ def sweep(top: str) -> None:
         if snapshots := traces.get("snapshots"):
             remove_tree(snapshots)
         shutil.rmtree(f"{top}/{name}", ignore_errors=True)
+        swept.append(name)
+    return swept
 
 
 def remove_tree(path: str) -> None:

@@ -21,7 +21,6 @@ import socket
 import stat
 import subprocess
 import tarfile
-import tempfile
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -412,6 +411,11 @@ class NamespaceSandbox:
     def read_cpu_quota(self) -> str:
         return cgroups.read_text(self._groups.layout.cpu_file) if self._groups.layout.cpu_file else ""
 
+    def read_cpu_stat(self) -> str:
+        """cpu.stat of all that runs here, our supervisor included; "" without cgroup 2."""
+        top = self._groups.layout.top
+        return cgroups.read_text(f"{top}/cpu.stat") if top else ""
+
     async def close(self) -> None:
         if self._closing is None:
             self._closing = self._loop.create_task(self._close())
@@ -507,7 +511,7 @@ class NamespaceBackend:
 
     def _make_run_dir(self) -> str:
         """A directory of ours (mount point, launcher log) among those of other hosts; those of dead ones are swept."""
-        top = os.path.join(tempfile.gettempdir(), f"rsi-sandboxes-{os.geteuid()}")
+        top = host.runs_dir()
         run_dir = os.path.join(top, self.name)
         try:
             with contextlib.suppress(FileExistsError):

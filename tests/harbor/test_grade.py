@@ -1,4 +1,5 @@
 import asyncio
+import os
 from collections.abc import Mapping
 
 import pytest
@@ -148,6 +149,23 @@ def test_the_reference_passes_and_the_initial_state_fails(with_grader) -> None:
         assert [test.message for test in verdict.tests] == ["rilo.txt is missing", "kamo.txt should be gone"]
         half = await grader.grade(task(), {**initial, "rilo.txt": file(b"a\nb\n")})
         assert half.reward == 0.5
+
+    with_grader(main)
+
+
+def test_a_dockerfile_with_a_user_is_solved_as_that_user_and_graded(with_grader) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a plain user's sandbox has one id")
+    dockerfile = (
+        b"ARG BASE=base\nFROM rsi/$BASE\nARG WHO=nobody\nWORKDIR /app\nCOPY files/ /app/\n"
+        b"RUN chown -R $WHO /app\nUSER $WHO\nRUN id -un >made-by\n"
+    )
+    tests = b"def test_all():\n    assert open('made-by').read() == open('solved-by').read() == 'nobody\\n'\n"
+
+    async def main(grader: Grader, _: Backend) -> None:
+        asked = task(tests, b"id -un >solved-by\n", **{"environment/Dockerfile": dockerfile})
+        run = await grader.run_solution(asked)
+        assert (await grader.grade(asked, run.outputs)).reward == 1.0, run
 
     with_grader(main)
 

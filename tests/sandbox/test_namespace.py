@@ -92,9 +92,8 @@ async def test_a_base_that_is_no_file_system_names_its_key(backend: NamespaceBac
 
 
 async def test_a_user_runs_the_steps_and_commands_that_follow(backend: NamespaceBackend) -> None:
-    added = (
-        "echo bob:x:1234:1234::/home/bob:/bin/bash >>/etc/passwd; echo 'staff:x:50:bob' >>/etc/group; mkdir /home/bob"
-    )
+    added = "echo bob:x:1234:1234::/home/bob:/bin/bash >>/etc/passwd; mkdir /home/bob"
+    added += "; echo 'staff:x:50:bob' >>/etc/group"
     steps = (Step(run=added + "; chown 1234 /home/bob"), Step(run="id -u >/home/bob/id; ! touch /root/x", user="bob"))
     if not backend.privileged:
         with pytest.raises(SandboxError, match="USER bob: a plain user's sandbox has one id; run as root"):
