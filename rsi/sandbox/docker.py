@@ -161,16 +161,20 @@ class DockerBackend:
         return host.start_time(int(pid)) != started
 
     async def remove(self, container: str) -> None:
-        """Never raises: what stays is found by the next sweep."""
-        for _ in range(2):
+        """Until it is gone, 20 s at most. Never raises: what stays is found by the next sweep."""
+        pause = 0.02
+        while pause < 5.0:
             try:
                 await self.call(self.api.remove_container, container, force=True, v=True)
-                return
             except docker_wire.EngineError as error:
-                if error.status in (404, 409):  # gone, or on its way: it removes itself when it ends
+                if error.status == 404:
                     return
             except SandboxError:
                 pass
+            else:
+                return
+            await asyncio.sleep(pause)  # one that ended by itself is being removed by the engine: 409
+            pause *= 1.5
 
     async def _remove_image(self, image: str) -> None:
         with contextlib.suppress(SandboxError):
@@ -217,11 +221,6 @@ class DockerBackend:
         return await self._create(image, limits, network)
 
     async def _create(self, image: Image, limits: Limits, network: str) -> DockerSandbox:
-        for name in ("cpus", "memory_mb", "pids", "disk_mb", "inodes", "wall_s"):
-            if getattr(limits, name) <= 0:
-                raise SandboxError(
-                    f"limits.{name}={getattr(limits, name)}: an engine takes 0 for no limit; give more than 0"
-                )
         await self._start()
         await self._slots.acquire()
         sandbox = DockerSandbox(self, image, limits, f"rsi-{self.name}-{next(self._numbers)}")
@@ -349,8 +348,13 @@ class DockerBackend:
         return (await self.call(self.api.inspect_image, tag))["Id"]
 
     def _import_base(self, folder: str, tag: str) -> None:
-        with tempfile.NamedTemporaryFile(dir=self.cache, suffix=".tar") as file:
-            docker_images.write_base(folder, file.name)
+        with contextlib.ExitStack() as stack:
+            try:
+                os.makedirs(self.cache, exist_ok=True)
+                file = stack.enter_context(tempfile.NamedTemporaryFile(dir=self.cache, suffix=".tar"))
+                docker_images.write_base(folder, file.name)
+            except OSError as error:
+                raise host.fault(error, self.cache) from error
             answer = self.api.import_image_from_file(file.name)
         # podman drops a tag given to the import.
         self.api.tag(json.loads(answer.strip().splitlines()[-1])["status"], *tag.split(":"))

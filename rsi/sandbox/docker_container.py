@@ -79,7 +79,9 @@ exit 1
 """
 
 # What stands at a file's path is replaced (GNU tar unlinks it first); a parent that is a link leads somewhere inside.
-PUT = 'mkdir -p -- "$1" && exec tar -C "$1" --no-same-owner --recursive-unlink -xpf -'
+PUT = 'mkdir -p -- "$1" && exec tar -C "$1" --no-same-owner --keep-directory-symlink -xpf -'
+# Not tar's --recursive-unlink, which empties every directory that is put, too.
+CLEAR = 'cd -- "$1" && while read -r -d "" p; do [ -L "$p" ] || [ ! -d "$p" ] || rm -rf -- "$p"; done'
 # `head`: a sparse file of a terabyte must not be read to its end. The archive says by its own end whether it is whole.
 GET = """\
 if [ -d "$1" ] && [ ! -L "$1" ]; then cd -- "$1" && set -- "$2" . ; elif [ -e "$1" ] || [ -L "$1" ]; then
@@ -118,6 +120,7 @@ class DockerSandbox:
         self._died = asyncio.Event()
         self._oom = 0
         self._ready = False
+        self._num_left = 0
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running: set[Running] = set()
@@ -250,7 +253,9 @@ class DockerSandbox:
             raise
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running.ended.wait(), GRACE_S if running.pid else DEATH_S)
-        if code == 137 or not running.pid:
+        if code == 137:
+            await self._check_pid_1()
+        elif not running.pid:
             await self._check_container()
         if not running.pid and code is not None:
             said = bytes(running.err.head + running.out.head).decode(errors="replace").strip()[-500:]
@@ -271,22 +276,35 @@ class DockerSandbox:
                     return
         await self.kill_all()
 
+    async def _check_pid_1(self) -> None:
+        """Raise SandboxDied where PID 1 is dead: its commands end with 137 then, and that is no result. The engine
+        learns of a command's end before it learns of the container's: only another command tells."""
+        alive = await self._start(["/bin/sh", "-c", READY], b"", (1000, 0), "0")
+        if await self._wait_exit(alive, DEATH_S) != 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._died.wait(), DEATH_S / 4)
+            await self._check_container()
+
     async def _check_container(self) -> None:
-        """Raise SandboxDied where the container is gone: its commands end with 137 then, and that is no result."""
         found = await self._call(self._backend.api.inspect_container, self.container)
         if not found["State"]["Running"]:
             self.die(f"its PID 1 ended with {found['State']['ExitCode']}")
         self._check_alive()
 
-    async def _after_exit(self) -> None:
-        """No command leaves a fork bomb to the next."""
-        left = await self._count_processes()
-        if left > MAX_LEFT + 1 + len(self._running):
+    async def _end_bomb(self) -> None:
+        """No command leaves a fork bomb to the next. Asked after each, and before the next where anything was left: a
+        bomb may have only begun when its command ended."""
+        self._num_left = await self._count_processes() - 1 - len(self._running)
+        if self._num_left > MAX_LEFT:
             await self.kill_all()
 
     async def _count_processes(self) -> int:
         """All in the container, PID 1 included, by its control group."""
-        found = await self._call(self._backend.api.stats, self.container, stream=False, one_shot=True)
+        try:
+            found = await self._call(self._backend.api.stats, self.container, stream=False, one_shot=True)
+        except SandboxError:  # of a dying container the engine says nothing, not even an error
+            await self._check_container()
+            raise
         return int(found.get("pids_stats", {}).get("current", 0))
 
     # -- the Protocol
@@ -305,6 +323,8 @@ class DockerSandbox:
         orphans of concurrent commands that are younger than it included; older jobs live on."""
         self._check_alive()
         started, oom = self._loop.time(), self._oom
+        if self._num_left > 0:
+            await self._end_bomb()
         argv, script = command, ""
         if isinstance(argv, str):
             encoded = argv.encode("utf-8", "surrogateescape")
@@ -323,7 +343,7 @@ class DockerSandbox:
             max_output=(max_output, max_output),
             user=self._backend.user_of(self.image),
         )
-        await self._after_exit()
+        await self._end_bomb()
         if code == 137 and self._oom == oom:
             await asyncio.sleep(GRACE_S)  # the engine tells of it through another door
         stdout, stderr, dropped = streams.cut(running.out, running.err, max_output)
@@ -355,8 +375,17 @@ class DockerSandbox:
         # tar reads whole records of 10 KiB, and a pipe that ends early would be an error.
         packed = tar.pack(files)
         packed += bytes(-len(packed) % tarfile.RECORDSIZE)
-        argv = ["/bin/sh", "-c", PUT, "sh", posixpath.join("/", directory)]
-        await self._transfer(argv, packed, 2000, f"put {directory}")
+        where, what = posixpath.join("/", directory), f"put {directory}"
+        unpack = ["/bin/sh", "-c", PUT, "sh", where]
+        try:
+            await self._transfer(unpack, packed, 2000, what)
+        except SandboxDied:
+            raise
+        except SandboxError:  # a directory may stand where a file is to be
+            paths = [path for path, entry in files.items() if isinstance(entry, bytes) or entry.kind != "dir"]
+            listed = "".join(f"{path}\0" for path in paths).encode("utf-8", "surrogateescape")
+            await self._transfer(["bash", "-c", CLEAR, "bash", where], listed, 2000, what)
+            await self._transfer(unpack, packed, 2000, what)
 
     async def get(self, path: str, max_bytes: int = 16 << 20) -> dict[str, Entry]:
         """See the Protocol. A path that is no directory gives one entry under its base name; a missing one gives {}."""
