@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from rsi.sandbox import Backend, Image, ImageSpec, Sandbox, SandboxConfig
+from rsi.sandbox import Backend, Image, ImageSpec, Sandbox, SandboxConfig, build_backend
 from rsi.sandbox.namespace import NamespaceBackend, NamespaceSandbox
+
+from .require import require
 
 SECRET = "sk-not-for-the-sandbox"
 RUNNER = pytest.StashKey[asyncio.Runner]()
@@ -63,7 +65,7 @@ def box(runner: asyncio.Runner, backend: NamespaceBackend, image: Image) -> Iter
 
 # ---- what every backend promises and withstands
 
-BACKENDS = ("namespace", "namespace without cgroups")
+BACKENDS = ("namespace", "namespace without cgroups", "docker")
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
@@ -83,6 +85,11 @@ def open_backend(name: str, namespace: NamespaceBackend) -> Backend:
             if namespace.driver.kind == "none":
                 pytest.skip("there are no cgroups here, so this is the backend before")
             return NamespaceBackend(replace(namespace.config, cgroups=False))
+        case "docker":
+            if os.geteuid() != 0:
+                pytest.skip("the engine is root's, and who runs the client makes no difference inside")
+            require("docker")
+            return build_backend(replace(namespace.config, backend="docker"))
     raise AssertionError(f"no backend is called {name!r}")
 
 
