@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sandbox(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    overrides = {"nargs": "*", "metavar": "KEY=VALUE", "help": "of the sandbox block: backend=docker cgroups=false"}
+    keys = "of the sandbox block: backend=docker cgroups=false"
 
     probe = commands.add_parser("probe", help="try every limit in a throwaway sandbox")
     probe.add_argument("--json", action="store_true")
@@ -82,7 +82,7 @@ def _add_sandbox(parser: argparse.ArgumentParser) -> None:
 
     shell = commands.add_parser("shell", help="drop into a task as the solver sees it; lines from the standard input")
     shell.add_argument("task_dir", type=Path, metavar="TASK_DIR", help="a Harbor task: it holds task.toml")
-    shell.add_argument("overrides", **overrides)
+    shell.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     shell.set_defaults(run=_shell)
 
     bench = commands.add_parser("bench", help="cycles and episodes a second, CPU and memory, of every backend there is")
@@ -90,7 +90,7 @@ def _add_sandbox(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("--cycles", type=int, default=60, help="one at a time, and as many 16 at once (default 60)")
     bench.add_argument("--episodes", type=int, default=96, help="16 at once (default 96)")
     bench.add_argument("--alive", type=int, default=50, help="idle sandboxes whose memory is measured (default 50)")
-    bench.add_argument("overrides", **overrides)
+    bench.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     bench.set_defaults(run=_bench)
 
     sweep = commands.add_parser("sweep", help="remove what hosts that were killed left behind")
