@@ -58,7 +58,8 @@ component, so both may import what they like; so may `rsi.cli`, recipes and eval
 
 NO_TORCH = (*BOXES, "rsi.episode", "rsi.solve", "rsi.propose")
 NOT_IN_PURE = {"asyncio", "torch.distributed", "vllm"}
-LAZY = {"vllm", "deepspeed", "docker", "harbor", "flash_attn", "accelerate", "datasets", "triton", "tensorboard", "fla"}
+LAZY = {"vllm", "deepspeed", "docker", "harbor", "flash_attn", "accelerate", "datasets", "triton", "tensorboard"}
+LAZY |= {"fla", "pyte"}
 ONLY_IN_KERNELS = {"torch", "triton", "rsi_kernels"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,62 @@ def test_pool_rows_follow_the_newest_measurement() -> None:
 def test_a_folder_without_a_pool_is_told_what_to_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pool", "ls", str(tmp_path)]) == 2
     assert "name a run directory" in capsys.readouterr().err
+
+
+# ---- sandboxes
+
+
+def write_answer_task(path: Path) -> Path:
+    from rsi.harbor.task import new_task_files, task_from_files, write_task
+
+    files = {
+        **new_task_files("answer"),
+        "instruction.md": b"Sort in.txt.",
+        "environment/files/in.txt": b"b\na\n",
+        "solution/solve.sh": b"sort in.txt\n",
+    }
+    write_task(task_from_files(files), path)
+    return path
+
+
+def test_a_shell_shows_a_task_as_the_solver_sees_it(tmp_path: Path) -> None:
+    lines = "pwd; cd /tmp\npwd\nsort /app/in.txt; false\nls /tests /solution\n"
+    command = ["sandbox", "shell", str(write_answer_task(tmp_path / "task"))]
+    code = "import sys; from rsi.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command], input=lines, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    expected = "Sort in.txt.\n\n/app\n/tmp\na\nb\n[exit 1]\n"
+    assert done.stdout.startswith(expected) and done.stdout.count("No such file") == 2
+
+
+def test_a_shell_of_what_is_no_task_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sandbox", "shell", str(tmp_path / "nowhere")]) == 2
+    assert "is not a directory; name one that holds task.toml" in capsys.readouterr().err
+
+
+def test_bench_gives_every_figure_and_null_for_a_backend_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    assert main(["sandbox", "bench", "--json", "--cycles", "2", "--episodes", "2", "--alive", "2"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    by_backend = {"cycle_ms_median", "cycles_per_s", "episodes_per_s", "cpu_s_per_episode"}
+    assert set(figures) == by_backend | {"mb_per_sandbox"}
+    for name in by_backend:
+        assert figures[name]["namespace"] > 0 and figures[name]["docker"] is None
+
+
+def test_sweep_removes_what_a_dead_host_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    top = tmp_path / f"rsi-sandboxes-{os.geteuid()}"
+    (top / "sbx-5000000-0-0" / "mnt").mkdir(parents=True)  # no pid is that large
+    (top / "notes").mkdir()
+    assert main(["sandbox", "sweep", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"swept": ["sbx-5000000-0-0"]}
+    assert [path.name for path in top.iterdir()] == ["notes"]
+    assert main(["sandbox", "sweep"]) == 0
+    assert capsys.readouterr().out == "nothing was left behind\n"

@@ -16,7 +16,7 @@ import re
 import shlex
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rsi.harbor.image import image_spec
@@ -35,6 +35,10 @@ MAX_TESTS = 1000
 MAX_MESSAGE_CHARS = 200
 KEPT_VERDICTS = 4096
 STAGE = "/.rsi-outputs"
+NOT_FOR_OUTPUTS = ("/tests", "/solution", "/logs", "/proc", "/dev/fd")
+"""Where no link of an output may lead: to the expected files, and to the ways round by which one gets there."""
+MAX_HOPS = 40
+"""Of one path through links; the kernel follows no more."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class Grader:
             "logs/verifier": Entry("dir", 0o777),
         }
         for path, entry in outputs.items():
-            if entry.kind != "other":
+            if entry.kind != "other" and not leads_to_tests(path, outputs, task.workdir):
                 staged[f"{STAGE}/{path}".lstrip("/")] = entry
         for path, content in task.under("tests").items():
             staged[f"tests/{path}"] = Entry("file", 0o755 if path.endswith(".sh") else 0o644, content)
@@ -144,7 +148,7 @@ class Grader:
             f"rm -rf -- {workdir} && mkdir -p {shlex.quote(_parent(task.workdir))} && mv -T -- {STAGE} {workdir} "
             f"&& cd {workdir} || {{ echo 'rsi: cannot place the outputs' >&2; exit 125; }}; exec /tests/test.sh"
         )
-        async with self._fresh(task, task.limits.verifier_timeout_s, SPARE_MB, SPARE_INODES) as sandbox:
+        async with self._fresh(task, task.limits.verifier_timeout_s, SPARE_MB, SPARE_INODES, True) as sandbox:
             await sandbox.put("/", staged)
             done = await sandbox.exec(command, timeout_s=task.limits.verifier_timeout_s, cwd="/")
             if done.timed_out:
@@ -156,7 +160,7 @@ class Grader:
 
     @asynccontextmanager
     async def _fresh(
-        self, task: Task, timeout_s: float, spare_mb: int = 0, spare_inodes: int = 0
+        self, task: Task, timeout_s: float, spare_mb: int = 0, spare_inodes: int = 0, as_root: bool = False
     ) -> AsyncIterator[Sandbox]:
         limits = task.limits
         granted = Limits(
@@ -166,7 +170,9 @@ class Grader:
             inodes=Limits().inodes + spare_inodes,
             wall_s=timeout_s + 60.0,
         )
-        sandbox = await self._backend.create(await self.build(task), granted)
+        # As root, whatever the image's USER: outputs come back without owners, and the tests must read all of them.
+        image = await self.build(task)
+        sandbox = await self._backend.create(replace(image, user="") if as_root else image, granted)
         try:
             yield sandbox
         finally:
@@ -243,6 +249,31 @@ def _check_outputs(outputs: Mapping[str, Entry]) -> None:
             raise SandboxError(
                 f"the collected path {ascii(path[:60])} is not below a directory; the backend's get is broken"
             )
+
+
+def leads_to_tests(path: str, outputs: Mapping[str, Entry], workdir: str) -> bool:
+    """Whether an output is a link by which a test would read its own expected files: it does not cross over.
+
+    Followed by its text, through the other links among the outputs; what the image itself holds is its author's.
+    """
+    links = {f"{workdir}/{name}": entry.target for name, entry in outputs.items() if entry.kind == "link"}
+    here, pending, num_hops = "", [*reversed(f"{workdir}/{path}".split("/"))], 0
+    while pending and num_hops <= MAX_HOPS:
+        part = pending.pop()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            here = _parent(here).rstrip("/")
+            continue
+        above, here = here, f"{here}/{part}"
+        if here in NOT_FOR_OUTPUTS:
+            return True
+        target = links.get(here)
+        if target is not None:
+            num_hops += 1
+            pending += reversed(target.split("/"))
+            here = "" if target.startswith("/") else above
+    return False
 
 
 def _parent(path: str) -> str:

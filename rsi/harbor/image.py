@@ -1,8 +1,8 @@
 """A task's Dockerfile as an `ImageSpec`, for sandboxes that have no Docker.
 
-Only what generated tasks need is understood: FROM, WORKDIR, COPY, RUN, ENV. Everything else is refused by name and line
-rather than guessed at, because an image that differs from what its author wrote makes a task that nobody can trust.
-Every FROM name stands for the one base file system of the backend.
+The common subset is understood: FROM, WORKDIR, COPY, RUN, ENV, ARG, USER; every RUN is one cached layer. All else is
+refused by name and line rather than guessed at, because an image that differs from what its author wrote makes a task
+that nobody can trust. What a FROM stands for is the backend's to know (`sandbox.bases`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rsi.types import Task
 DEFAULT_WORKDIR = "/app"
 BASE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MAX_INSTRUCTIONS = 100
-SUPPORTED = "FROM, WORKDIR, COPY, RUN and ENV"
+SUPPORTED = "FROM, WORKDIR, COPY, RUN, ENV, ARG and USER"
 RESERVED = ("/tests", "/solution", "/logs", "/proc", "/dev", "/sys", "/etc", "/usr", "/bin", "/lib", "/sbin", "/var")
 """Not a task's workdir: grading empties the workdir, and puts things of its own at the first three."""
 
@@ -41,9 +41,14 @@ class Instruction:
 class _Build:
     """Where the reading of one Dockerfile stands."""
 
-    based: bool = False
+    base: str = ""
     workdir: str = "/"
+    user: str = ""
     env: dict[str, str] = field(default_factory=lambda: {"PATH": BASE_PATH})
+    args: dict[str, str] = field(default_factory=dict)
+    """Of ARG lines: RUN and later lines see them, the image does not."""
+    early_args: dict[str, str] = field(default_factory=dict)
+    """Of those before FROM, which see no more than FROM and ARG lines that repeat their name."""
     folders: set[str] = field(default_factory=lambda: {"/", "/tmp", "/root", "/home", "/opt", "/srv"})
     steps: list[Step] = field(default_factory=list)
 
@@ -62,7 +67,7 @@ def image_spec(task: Task) -> ImageSpec:
     for instruction in read_dockerfile(text):
         _apply(build, instruction, context)
     env = tuple(sorted(item for item in build.env.items() if item != ("PATH", BASE_PATH)))
-    return ImageSpec(tuple(build.steps), env, task.workdir)
+    return ImageSpec(tuple(build.steps), env, task.workdir, build.base, build.user)
 
 
 def dockerfile_workdir(text: str) -> str:
@@ -73,7 +78,7 @@ def dockerfile_workdir(text: str) -> str:
         return DEFAULT_WORKDIR
     build = _Build()
     for instruction in instructions:
-        if instruction.name in ("WORKDIR", "ENV"):
+        if instruction.name in ("WORKDIR", "ENV", "ARG"):
             try:
                 _apply(build, instruction, {})
             except BuildError:
@@ -104,7 +109,7 @@ def read_dockerfile(text: str) -> list[Instruction]:
         raise BuildError(
             f"environment/Dockerfile has {len(instructions)} instructions; write at most {MAX_INSTRUCTIONS}"
         )
-    if not instructions or instructions[0].name != "FROM":
+    if next((each.name for each in instructions if each.name != "ARG"), "") != "FROM":
         raise BuildError("environment/Dockerfile does not begin with FROM; its first line is FROM rsi/base")
     return instructions
 
@@ -114,9 +119,10 @@ def _apply(build: _Build, instruction: Instruction, context: Mapping[str, bytes]
         raise instruction.error("has no argument", "give it one or remove the line")
     match instruction.name:
         case "FROM":
-            if build.based or len(instruction.rest.split()) != 1:
+            words = _words(build, instruction)
+            if build.base or len(words) != 1:
                 raise instruction.error("more than one stage, or more than a name", "write FROM rsi/base, once")
-            build.based = True
+            build.base, build.early_args, build.args = words[0], build.args, {}
         case "WORKDIR":
             build.workdir = _absolute(instruction, _words(build, instruction, 1)[0], build.workdir)
             build.folders.add(build.workdir)
@@ -126,6 +132,14 @@ def _apply(build: _Build, instruction: Instruction, context: Mapping[str, bytes]
             _run(build, instruction)
         case "ENV":
             build.env.update(_env(build, instruction))
+        case "ARG":
+            for word in _words(build, instruction):
+                _arg(build, instruction, word)
+        case "USER":
+            user = _words(build, instruction, 1)[0]
+            if not re.fullmatch(r"[a-z_0-9][a-z0-9_-]*(:[a-z_0-9][a-z0-9_-]*)?", user):
+                raise instruction.error(f"{user!r} is no user", "write a name or a number, perhaps with :group")
+            build.user = "" if user in ("root", "0") else user
         case _:
             raise instruction.error("is not supported", f"use only {SUPPORTED}")
 
@@ -137,9 +151,25 @@ def _run(build: _Build, instruction: Instruction) -> None:
     if command.startswith("["):
         command = shlex.join(_json_words(instruction, command))
     # The builder knows one environment and one workdir for the whole image; a RUN sees those of its line.
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in build.env.items() if value != BASE_PATH]
+    known = {**build.args, **build.env}
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in known.items() if value != BASE_PATH]
     where = shlex.quote(build.workdir)
-    build.steps.append(Step(run="\n".join([*lines, f"mkdir -p {where} && cd {where} || exit", command])))
+    if build.user and build.workdir != "/":  # WORKDIR is made by root, whoever runs what follows
+        build.steps.append(Step(run=f"mkdir -p {where}"))
+    script = "\n".join([*lines, f"mkdir -p {where} && cd {where} || exit", command])
+    build.steps.append(Step(run=script, user=build.user))
+
+
+def _arg(build: _Build, instruction: Instruction, word: str) -> None:
+    """One `NAME` or `NAME=default`; there are no build arguments from outside, so a bare name is what FROM knew, or
+    unset."""
+    name, equals, value = word.partition("=")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise instruction.error(f"cannot read {word!r}", "write ARG NAME=default")
+    if equals:
+        build.args[name] = value
+    elif name in build.early_args:
+        build.args[name] = build.early_args[name]
 
 
 def _copy(build: _Build, instruction: Instruction, context: Mapping[str, bytes]) -> None:
@@ -222,15 +252,19 @@ def _json_words(instruction: Instruction, text: str) -> list[str]:
 
 
 def _substitute(build: _Build, instruction: Instruction, text: str) -> str:
-    """`$NAME` and `${NAME}` from earlier ENV lines; single quotes are not special here, as in Docker's own words."""
+    """`$NAME`, `${NAME}` and `${NAME:-default}` from earlier ENV and ARG lines; single quotes are not special here, as
+    in Docker's own words."""
+    known = {**build.args, **build.env}
 
     def value(match: re.Match[str]) -> str:
-        name = match.group(1) or match.group(2)
-        if name not in build.env:
-            raise instruction.error(f"${name} is not set", "set it with ENV on an earlier line")
-        return build.env[name]
+        name, default = match.group(1) or match.group(3), match.group(2)
+        if default is not None:
+            return known.get(name) or default
+        if name not in known:
+            raise instruction.error(f"${name} is not set", "set it with ENV or ARG on an earlier line")
+        return known[name]
 
-    return re.sub(r"\$(?:\{(\w+)\}|(\w+))", value, text)
+    return re.sub(r"\$(?:\{(\w+)(?::-([^{}]*))?\}|(\w+))", value, text)
 
 
 def _absolute(instruction: Instruction, path: str, workdir: str) -> str:

@@ -7,10 +7,12 @@ our side raises `SandboxError`, which callers count as a fault and never as a re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
 Network = Literal["none", "host"]
+BASE = "rsi/base"
+"""The FROM that every backend knows: its default base file system."""
 
 
 class SandboxError(RuntimeError):
@@ -22,12 +24,29 @@ class BuildError(ValueError):
 
 
 @dataclass(frozen=True)
+class DockerConfig:
+    """What only the `docker` backend reads; which engine it talks to is DOCKER_HOST's to say."""
+
+    base: str = ""
+    """The engine's image under every ImageSpec; empty: `rootfs` or the host's packages, imported without a registry."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """What the FROM of a Dockerfile stands for: {ubuntu:24.04: an image that the engine has}."""
+    build_network: Literal["none", "bridge", "host"] = "none"
+    """Of builds. `host` reaches services on the engine's loopback: only for Dockerfiles that people wrote."""
+    ca_bundle: str = ""
+    """PEM file that builds trust, for a network whose TLS is re-signed (often $SSL_CERT_FILE); empty: the image's."""
+
+
+@dataclass(frozen=True)
 class SandboxConfig:
     """The `sandbox:` block of a recipe."""
 
-    backend: Literal["namespace"] = "namespace"
+    backend: Literal["namespace", "docker"] = "namespace"
     rootfs: str = ""
     """Directory with an unpacked base file system; empty: built once from the host's packages, without network."""
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """What else the FROM of a Dockerfile may name in the `namespace` backend: {ubuntu:24.04: a directory like `rootfs`,
+    or empty for the same base}. `rsi/base` is always that one."""
     cache_dir: str = ""
     """Where the base and built images are kept; empty: $RSI_CACHE, else ~/.cache/rsi."""
     cgroups: bool = True
@@ -36,6 +55,7 @@ class SandboxConfig:
     """Limits that may go unenforced where this host cannot enforce them (see `probe`); any other stops the run."""
     max_alive: int = 64
     """Sandboxes alive at once; further `create` calls wait."""
+    docker: DockerConfig = DockerConfig()
 
 
 @dataclass(frozen=True)
@@ -49,6 +69,13 @@ class Limits:
     inodes: int = 16384
     wall_s: float = 600.0
     """Life of the sandbox; it is killed after that."""
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if not value > 0:
+                usual = f"give more than 0 ({limit.default} is usual)"
+                raise ValueError(f"limit {limit.name}={value} lets nothing run; {usual}")
 
 
 @dataclass(frozen=True)
@@ -84,6 +111,8 @@ class Step:
     run: str = ""
     copy: Mapping[str, bytes] | None = None
     """Absolute path inside the image -> content; mode 0755 where the content begins with `#!`, else 0644."""
+    user: str = ""
+    """Of `run`: a name or id that the image knows, perhaps with `:group`; empty: root."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +123,10 @@ class ImageSpec:
     env: tuple[tuple[str, str], ...] = ()
     workdir: str = "/app"
     """Made if it is missing."""
+    base: str = BASE
+    """The FROM: a name that the backend's config maps to a file system."""
+    user: str = ""
+    """Of commands that run in it (files are put and got as root); empty: root."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +137,9 @@ class Image:
     layers: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
     workdir: str = "/app"
+    base: str = ""
+    """What lies below the layers, as the backend names it; empty: its default."""
+    user: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,3 +208,7 @@ def build_backend(config: SandboxConfig) -> Backend:
             from rsi.sandbox.namespace import NamespaceBackend
 
             return NamespaceBackend(config)
+        case "docker":
+            from rsi.sandbox.docker import DockerBackend
+
+            return DockerBackend(config)

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 
 from rsi.sandbox import SandboxConfig, SandboxError, cgroups, zygote
@@ -69,8 +70,17 @@ def start_time(pid: int) -> str:
     return text.rpartition(")")[2].split()[19] if text else ""
 
 
-def sweep(top: str) -> None:
-    """Remove what hosts that were killed left: groups, run directories, snapshots (their processes died with them)."""
+def runs_dir() -> str:
+    """Where the run directories of this user's hosts lie."""
+    return os.path.join(tempfile.gettempdir(), f"rsi-sandboxes-{os.geteuid()}")
+
+
+def sweep(top: str) -> list[str]:
+    """Remove what hosts that were killed left: groups, run directories, snapshots (their processes died with them).
+
+    Returns the names of those hosts; one whose groups are still busy is left to the next sweep.
+    """
+    swept = []
     for name in os.listdir(top):
         kind, _, rest = name.partition("-")
         pid, _, rest = rest.partition("-")
@@ -86,6 +96,8 @@ def sweep(top: str) -> None:
         if snapshots := traces.get("snapshots"):
             remove_tree(snapshots)
         shutil.rmtree(f"{top}/{name}", ignore_errors=True)
+        swept.append(name)
+    return swept
 
 
 def remove_tree(path: str) -> None:
@@ -97,11 +109,15 @@ def remove_tree(path: str) -> None:
         subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL, check=False)
 
 
-def start_launcher(run_dir: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The zygote on the base interpreter (a virtual environment's own start-up files are nothing for it)."""
+def start_launcher(run_dir: str, with_environment: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The zygote on the base interpreter (a virtual environment's own start-up files are nothing for it).
+
+    with_environment: it inherits ours; for the attack suite, which looks for what must not be there.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # A module system's interpreter may need its library path; commands inside get neither.
     env = {"PATH": PATH} | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    env |= os.environ if with_environment else {}
     python = sys._base_executable  # pyright: ignore[reportAttributeAccessIssue]
     with theirs, open(f"{run_dir}/launcher.log", "wb") as log:
         try:

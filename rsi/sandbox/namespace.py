@@ -21,12 +21,12 @@ import socket
 import stat
 import subprocess
 import tarfile
-import tempfile
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rsi.sandbox import (
+    BASE,
     BuildError,
     Capabilities,
     Entry,
@@ -223,7 +223,9 @@ class NamespaceSandbox:
             self._give_up(running)
             return
         try:
-            if not self._groups.kill_command(running.group):
+            if "tree" in self._backend.weaken:
+                self._send({"op": "killleaders", "id": 0}, [], [])
+            elif not self._groups.kill_command(running.group):
                 # Without groups there is no finer knife: older jobs die too.
                 self._send({"op": "killall", "id": 0}, [], [])
         except OSError as error:
@@ -277,6 +279,8 @@ class NamespaceSandbox:
 
     def _after_exit(self, running: Running, num_left: int) -> None:
         """No command leaves a fork bomb to the next."""
+        if "left" in self._backend.weaken:
+            return
         try:
             self._groups.end_command(running.group)
         except OSError as error:
@@ -322,6 +326,7 @@ class NamespaceSandbox:
             "argv": argv,
             "env": self._environment | dict(env or {}),
             "cwd": cwd if cwd is not None else self.image.workdir,
+            "user": self.image.user,
             "script": script is not None,
         }
         out, err = (streams.Capture(self._loop, max_output, max_output) for _ in range(2))
@@ -378,7 +383,7 @@ class NamespaceSandbox:
             shutil.rmtree(target, ignore_errors=True)
             raise
         layers = tuple(layer for layer in self.image.layers if not layer.startswith(COPY)) + (target,)
-        return Image(f"snapshot-{os.path.basename(target)}", layers, self.image.env, self.image.workdir)
+        return replace(self.image, id=f"snapshot-{os.path.basename(target)}", layers=layers)
 
     async def copy_upper(self, target: str) -> None:
         """Copy what this sandbox wrote to a directory of the host."""
@@ -405,6 +410,11 @@ class NamespaceSandbox:
 
     def read_cpu_quota(self) -> str:
         return cgroups.read_text(self._groups.layout.cpu_file) if self._groups.layout.cpu_file else ""
+
+    def read_cpu_stat(self) -> str:
+        """cpu.stat of all that runs here, our supervisor included; "" without cgroup 2."""
+        top = self._groups.layout.top
+        return cgroups.read_text(f"{top}/cpu.stat") if top else ""
 
     async def close(self) -> None:
         if self._closing is None:
@@ -452,8 +462,13 @@ COPY = "copy:"
 class NamespaceBackend:
     """Images from a base directory and cached layers; sandboxes from the launcher. Belongs to one event loop."""
 
-    def __init__(self, config: SandboxConfig, cgroup_root: str = cgroups.ROOT) -> None:
+    def __init__(
+        self, config: SandboxConfig, cgroup_root: str = cgroups.ROOT, weaken: frozenset[str] = frozenset()
+    ) -> None:
+        """weaken: defences to switch off in the sandboxes made from now on (zygote.weakened), for the attack suite; an
+        argument and no key of the config, so that no recipe can."""
         self.config = config
+        self.weaken = weaken
         self.driver = cgroups.find_driver(config.cgroups, cgroup_root)
         self.privileged = host.is_privileged()
         self.name = f"sbx-{os.getpid()}-{host.start_time(os.getpid())}-{next(_backends)}"
@@ -492,11 +507,11 @@ class NamespaceBackend:
                 self._launcher[1].close()
                 self._launcher = None  # it was killed, and all its sandboxes with it; the next ones get a new one
             if not self._launcher:
-                self._launcher = host.start_launcher(self._run_dir)
+                self._launcher = host.start_launcher(self._run_dir, "environment" in self.weaken)
 
     def _make_run_dir(self) -> str:
         """A directory of ours (mount point, launcher log) among those of other hosts; those of dead ones are swept."""
-        top = os.path.join(tempfile.gettempdir(), f"rsi-sandboxes-{os.geteuid()}")
+        top = host.runs_dir()
         run_dir = os.path.join(top, self.name)
         try:
             with contextlib.suppress(FileExistsError):
@@ -630,13 +645,14 @@ class NamespaceBackend:
         message = {
             "op": "create",
             "mount_point": f"{self._run_dir}/mnt",
-            "lowers": [*reversed(layers), self.base],
+            "lowers": [*reversed(layers), image.base or self.base],
             "cgroups": list(groups.layout.supervisor),
             "privileged": self.privileged,
             "disk": limits.disk_mb << 20,
             "inodes": limits.inodes,
             "host_network": network == "host",
             "workdir": image.workdir,
+            "weaken": sorted(self.weaken),
             "max_pids": 0 if "pids" in self.driver.parents else limits.pids + 2,
             "max_memory": 0 if "memory" in self.driver.parents else limits.memory_mb << 20,
         }
@@ -663,7 +679,8 @@ class NamespaceBackend:
     async def build(self, spec: ImageSpec, timeout_s: float = 60.0) -> Image:
         """See the Protocol. Equal specs are built once, also when asked for at the same time."""
         await self._start()
-        key = _digest(self.base, json.dumps([spec.env, spec.workdir]), *(_step_key(step) for step in spec.steps))
+        whole = json.dumps([spec.base, spec.env, spec.workdir, spec.user])
+        key = _digest(self.base, whole, *(_step_key(step) for step in spec.steps))
         task = self._builds.get(key)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._build(key, spec, timeout_s))
@@ -676,18 +693,56 @@ class NamespaceBackend:
 
     async def _build(self, key: str, spec: ImageSpec, timeout_s: float) -> Image:
         layers: tuple[str, ...] = ()
-        digest = _digest(self.base, json.dumps([spec.env, spec.workdir]))
+        image = Image(key, (), spec.env, spec.workdir, await self._find_base(spec.base), spec.user)
+        self._check_users({spec.user, *(step.user for step in spec.steps)})
+        digest = _digest(image.base or self.base, json.dumps([spec.env, spec.workdir]))
         for step in spec.steps:
             digest = _digest(digest, _step_key(step))
             if step.copy is not None:
                 layers += (self._keep_copy(step.copy),)
             if step.run or _copied_bytes(self._copies, layers) > INLINE_COPY_BYTES:
                 target = f"{self.cache}/layers/{digest}"
-                below = Image(digest, layers, spec.env, spec.workdir)
+                below = replace(image, id=digest, layers=layers, user=step.user)
                 if not os.path.isdir(target):
                     await self._build_layer(below, step.run, target, timeout_s)
                 layers = tuple(layer for layer in layers if not layer.startswith(COPY)) + (target,)
-        return Image(key, layers, spec.env, spec.workdir)
+        image = replace(image, layers=layers)
+        if spec.user:
+            await self._check_user_of(image)
+        return image
+
+    async def _find_base(self, name: str) -> str:
+        """The directory that a FROM stands for; "" is the default one."""
+        if name == BASE:
+            return ""
+        known = self.config.bases
+        path = known.get(name, known.get(f"{name}:latest"))
+        if path is None:
+            names = ", ".join(sorted({BASE, *known}))
+            raise BuildError(
+                f"FROM {name}: no base has that name here ({names}); name it in sandbox.bases, "
+                f'as {{"{name}": a directory with an unpacked file system, or "" for the default base}}'
+            )
+        if not path:
+            return ""
+        return await asyncio.to_thread(rootfs.prepare_base, path, self.cache, self.privileged, f"sandbox.bases[{name}]")
+
+    def _check_users(self, users: set[str]) -> None:
+        others = users - {"", "root", "0"}
+        if others and not self.privileged:
+            raise SandboxError(
+                f"USER {min(others)}: a plain user's sandbox has one id; run as root, or take the docker backend"
+            )
+
+    async def _check_user_of(self, image: Image) -> None:
+        """Whether the image knows its user."""
+        sandbox = await self._create(image, LIMITS, "none")
+        try:
+            done = await sandbox.exec(["true"])
+        finally:
+            await sandbox.close()
+        if done.exit_code != 0:
+            raise BuildError(f"USER {image.user}: {done.stderr.decode(errors='replace').strip()}")
 
     def _keep_copy(self, files: Mapping[str, bytes]) -> str:
         for path in files:
@@ -779,7 +834,7 @@ def _digest(*parts: str) -> str:
 
 def _step_key(step: Step) -> str:
     copied = {path: hashlib.sha256(content).hexdigest() for path, content in (step.copy or {}).items()}
-    return json.dumps([step.run, sorted(copied.items()), step.copy is not None])
+    return json.dumps([step.run, step.user, sorted(copied.items()), step.copy is not None])
 
 
 def _copied_bytes(copies: Mapping[str, bytes], layers: tuple[str, ...]) -> int:

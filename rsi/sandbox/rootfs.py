@@ -69,10 +69,11 @@ HARMLESS_ETC = re.compile(
 PASSWD = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
 
 
-def prepare_base(rootfs: str, cache: str, privileged: bool) -> str:
+def prepare_base(rootfs: str, cache: str, privileged: bool, key_name: str = "sandbox.rootfs") -> str:
     """The directory that sandboxes get as their lowest layer; built or imported on first use. Blocking, seconds.
 
     rootfs: an unpacked file system of the user's, else "" for one of the host's. cache: a directory of this user.
+    key_name: of the config, for errors.
     """
     owner = zygote.UID_BASE if privileged else os.geteuid()
     if not rootfs:
@@ -80,9 +81,7 @@ def prepare_base(rootfs: str, cache: str, privileged: bool) -> str:
         return _cached(f"{cache}/bases/host-{key}", owner, build_base)
     source = os.path.realpath(rootfs)
     if not os.path.isdir(f"{source}/usr") or not os.path.exists(f"{source}/etc"):
-        raise SandboxError(
-            f"sandbox.rootfs={rootfs!r} holds no file system (usr, etc); unpack one there or leave it empty"
-        )
+        raise SandboxError(f"{key_name}={rootfs!r} holds no file system (usr, etc); unpack one there or leave it empty")
     status = os.stat(source)
     if status.st_uid == owner:
         return source

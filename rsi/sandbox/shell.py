@@ -15,16 +15,19 @@ INLINE_BYTES = 100 << 10
 """The kernel takes 128 KiB in one environment string."""
 
 STATE = "/run/rsi.state"
+USER_STATE = "/tmp/.rsi.state"
+"""Of an image's USER, who may not write to /run."""
 SCRIPT = "/run/rsi.command"
 
 # Builtins only, no fork. `unset` matters: the variable is exported, would be saved, and the first command replayed for
 # ever.
 WRAPPER = f"""\
 shopt -s expand_aliases
-[ -r {STATE} ] && . {STATE} 2>/dev/null
+[ -w /run ] && __rsi_state={STATE} || __rsi_state={USER_STATE}
+[ -r $__rsi_state ] && . $__rsi_state 2>/dev/null
 if [ -n "${{RSI_SCRIPT-}}" ]; then __rsi_command=$(<"$RSI_SCRIPT"); else __rsi_command=$RSI_COMMAND; fi
 unset RSI_COMMAND RSI_SCRIPT
-trap '__rsi_code=$?; {{ export -p; declare -f; alias -p; echo "cd -- ${{PWD@Q}}"; }} >{STATE} 2>/dev/null
+trap '__rsi_code=$?; {{ export -p; declare -f; alias -p; echo "cd -- ${{PWD@Q}}"; }} >$__rsi_state 2>/dev/null
 exit $__rsi_code' EXIT
 eval "$__rsi_command"
 """

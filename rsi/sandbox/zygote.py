@@ -88,6 +88,10 @@ KEPT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18)
 
 Message = dict[str, Any]
 
+weakened: set[str] = set()
+"""Defences that are switched off in this sandbox, by name. Only the attack suite does that, to see each attack succeed
+without its defence; the host's config has no key for it."""
+
 
 def check(result: int, what: str) -> int:
     if result < 0:
@@ -183,8 +187,12 @@ def install_seccomp() -> None:
     code, length = seccomp_program()
     buffer = ctypes.create_string_buffer(code, len(code))
     program = SockFprog(length, ctypes.cast(buffer, ctypes.c_void_p))
-    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp filter (CONFIG_SECCOMP_FILTER)")
+
+
+def forbid_new_privileges() -> None:
+    """A setuid file gives nothing from here on; the kernel takes no filter from us without it."""
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
 def drop_capabilities() -> None:
@@ -240,12 +248,13 @@ def start_sandbox(config: Message, sock: socket.socket, payload: int | None, use
     """Build a sandbox and fork its PID 1; returns that pid in OUTER and never returns in PID 1.
 
     config: mount_point (covered in our own mount namespace only), lowers (top first), cgroups (groups to join),
-    privileged, disk (bytes), inodes, host_network, workdir, max_pids and max_memory (rlimits, 0 = none).
+    privileged, disk (bytes), inodes, host_network, workdir, max_pids and max_memory (rlimits, 0 = none), weaken.
     userns: a shifted user namespace to share, -1 to make an own one.
     """
     for group in config["cgroups"]:
         with open(group + "/cgroup.procs", "w") as file:
             file.write("0")
+    weakened.update(config["weaken"])
     privileged = config["privileged"]
     if privileged:
         userns = shifted_user_namespace() if userns < 0 else userns
@@ -254,14 +263,15 @@ def start_sandbox(config: Message, sock: socket.socket, payload: int | None, use
         own_user_namespace()
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount_root(config, privileged)
-    if privileged:
+    if privileged and "userns" not in weakened:
         check(libc.setns(userns, NEWUSER), "setns user")
         os.close(userns)
         os.setgroups([])
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
         die_with_parent()
-    unshare(NEWPID | NEWIPC | NEWUTS | NEWCGROUP | (0 if config["host_network"] else NEWNET), "pid,ipc,uts,cgroup,net")
+    flags = {"pidns": NEWPID, "ipcns": NEWIPC, "netns": 0 if config["host_network"] else NEWNET}
+    unshare(NEWUTS | NEWCGROUP | sum(flags[name] for name in flags if name not in weakened), "pid,ipc,uts,cgroup,net")
     outer = os.getpid()
     pid = os.fork()
     if pid:
@@ -302,17 +312,33 @@ def enter_root(host_network: bool) -> None:
     os.chdir("m")
     private_proc("proc")
     private_dev("dev")
+    if "sys" in weakened:
+        mount("/sys", "sys", None, MS_BIND | MS_REC)
     libc.sethostname(b"sandbox", 7)
-    if not host_network:
+    if not host_network and "netns" not in weakened:
         loopback_up()
-    check(libc.syscall(ctypes.c_long(PIVOT_ROOT), ctypes.c_char_p(b"."), ctypes.c_char_p(b".")), "pivot_root")
-    check(libc.umount2(b".", MNT_DETACH), "umount of the old root")
-    os.chdir("/")
+    leave_old_root()
     os.umask(0o022)
-    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace of PID 1, no /proc/1/{mem,environ,fd,root}
-    drop_capabilities()
-    install_seccomp()
+    # 0: no ptrace of PID 1, no /proc/1/{mem,environ,fd,root}
+    libc.prctl(PR_SET_DUMPABLE, int("dumpable" in weakened), 0, 0, 0)
+    if "capabilities" not in weakened:
+        drop_capabilities()
+    if "no_new_privs" not in weakened:
+        forbid_new_privileges()
+        if "seccomp" not in weakened:
+            install_seccomp()
     die_with_parent()
+
+
+def leave_old_root() -> None:
+    put_old = b"."
+    if "old root" in weakened:
+        put_old = b".old"
+        os.makedirs(put_old, exist_ok=True)
+    check(libc.syscall(ctypes.c_long(PIVOT_ROOT), ctypes.c_char_p(b"."), ctypes.c_char_p(put_old)), "pivot_root")
+    if "old root" not in weakened:
+        check(libc.umount2(b".", MNT_DETACH), "umount of the old root")
+    os.chdir("/")
 
 
 def loopback_up() -> None:
@@ -322,14 +348,17 @@ def loopback_up() -> None:
 
 def private_proc(proc: str) -> None:
     os.makedirs(proc, exist_ok=True)
+    if "pidns" in weakened:
+        mount("/proc", proc, None, MS_BIND | MS_REC)
+        return
     mount("proc", proc, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for name in ("sys", "irq", "bus", "fs", "sysrq-trigger"):
         path = f"{proc}/{name}"
-        if os.path.exists(path):
+        if os.path.exists(path) and "read-only proc" not in weakened:
             mount(path, path, None, MS_BIND | MS_REC)
             mount("none", path, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for name in ("kcore", "keys", "timer_list", "kmsg", "latency_stats", "sched_debug"):
-        if os.path.exists(f"{proc}/{name}"):
+        if os.path.exists(f"{proc}/{name}") and "masked proc" not in weakened:
             mount("/dev/null", f"{proc}/{name}", None, MS_BIND)
 
 
@@ -346,7 +375,8 @@ def private_dev(dev: str) -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"{dev}/{name}")
     os.mkdir(f"{dev}/shm")
-    mount("tmpfs", f"{dev}/shm", "tmpfs", MS_NOSUID | MS_NODEV, f"size={SHM_BYTES},nr_inodes=1024,mode=1777")
+    size = 16 * SHM_BYTES if "shm" in weakened else SHM_BYTES
+    mount("tmpfs", f"{dev}/shm", "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},nr_inodes=1024,mode=1777")
 
 
 # ---- files, moved by a process inside
@@ -366,22 +396,28 @@ def unpack(fd: int, directory: str) -> None:
                 os.makedirs(path, exist_ok=True)
                 os.chmod(path, member.mode)
                 continue
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                pass
-            except IsADirectoryError:
-                shutil.rmtree(path)
+            if "replace" not in weakened:
+                remove(path)
             if member.issym():
                 os.symlink(member.linkname, path)
                 continue
             content = archive.extractfile(member)
             assert content is not None, f"{member.name}: only files, directories and links are put"
-            target = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+            careful = 0 if "replace" in weakened else os.O_EXCL | os.O_NOFOLLOW
+            target = os.open(path, os.O_CREAT | os.O_WRONLY | careful, 0o600)
             with os.fdopen(target, "wb") as out:
                 while block := content.read(1 << 20):
                     out.write(block)
                 os.fchmod(out.fileno(), member.mode)
+
+
+def remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except IsADirectoryError:
+        shutil.rmtree(path)
 
 
 def walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -396,7 +432,7 @@ def walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
         for name in sorted(os.listdir(directory)):
             child = f"{directory}/{name}"
             try:
-                status = os.lstat(child)
+                status = os.stat(child) if "links" in weakened else os.lstat(child)
             except FileNotFoundError:
                 continue
             yield child, status
@@ -421,7 +457,8 @@ def pack(path: str, out: int, max_bytes: int, max_entries: int) -> None:
                 header.type, header.linkname = tarfile.SYMTYPE, os.readlink(child)
             elif stat.S_ISREG(status.st_mode):
                 try:
-                    content = os.open(child, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                    no_follow = 0 if "links" in weakened else os.O_NOFOLLOW
+                    content = os.open(child, os.O_RDONLY | no_follow | os.O_NONBLOCK)
                 except FileNotFoundError:
                     continue
                 header.type, header.size = tarfile.REGTYPE, os.fstat(content).st_size
@@ -490,7 +527,10 @@ class Init:
             case "killall":
                 self.kill_all()
                 self.say(id=number, rc=0)
+            case "killleaders":
+                self.kill_leaders()
             case "signal":  # freezes and thaws where there is no cgroup to do it
+                assert os.getpid() == 1, "outside a PID namespace of our own, -1 is the whole machine"
                 try:
                     os.kill(-1, message["signal"])
                 except ProcessLookupError:
@@ -526,8 +566,16 @@ class Init:
             return -1
         return sum(name.isdigit() for name in os.listdir("/proc")) - 1 - len(self.running)
 
+    def kill_leaders(self) -> None:
+        """The commands and nothing that they started: what a timeout must not be content with."""
+        for pid in self.running:
+            os.kill(pid, signal.SIGKILL)
+
     def kill_all(self, patience_s: float = 2.0) -> None:
         """Kill all but PID 1 and reap until none is left: a zombie still takes a pid."""
+        if os.getpid() != 1:  # outside a PID namespace of our own, -1 is the whole machine
+            self.kill_leaders()
+            return
         end = time.monotonic() + patience_s
         while time.monotonic() < end:
             try:
@@ -550,7 +598,8 @@ def command_process(message: Message, fds: list[int], max_pids: int, max_memory:
         for procs in fds[num_open:]:
             os.write(procs, b"0")
         # 1 is the one value at which the kernel starts no core_pattern helper, which would run on the host.
-        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+        if "core" not in weakened:
+            resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
         if max_pids:
             resource.setrlimit(resource.RLIMIT_NPROC, (max_pids, max_pids))
         if max_memory:
@@ -558,7 +607,8 @@ def command_process(message: Message, fds: list[int], max_pids: int, max_memory:
         for target in range(num_open):
             # Received descriptors lie above 3 (the socket and the wake-up pipe are older), so none is overwritten.
             os.dup2(fds[target], target)
-        os.closerange(num_open, 1 << 16)
+        if "descriptors" not in weakened:
+            os.closerange(num_open, 1 << 16)
         perform(message)
         os._exit(0)
     except BaseException as error:
@@ -572,7 +622,8 @@ def command_process(message: Message, fds: list[int], max_pids: int, max_memory:
 def perform(message: Message) -> None:
     match message["op"]:
         case "exec":
-            execute(message["argv"], message["env"], message["cwd"])
+            env = become(message["user"], message["env"]) if message["user"] else message["env"]
+            execute(message["argv"], env, message["cwd"])
         case "put":
             os.makedirs(message["directory"], exist_ok=True)
             unpack(0, message["directory"])
@@ -581,6 +632,38 @@ def perform(message: Message) -> None:
                 pack(message["path"], 1, message["max_bytes"], message["max_entries"])
         case "forks":  # how many children this command may have at once
             os.write(1, str(count_forks(message["wanted"])).encode())
+
+
+def become(user: str, env: dict[str, str]) -> dict[str, str]:
+    """Take the ids of `user` (name or id, perhaps with `:group`); the environment with that user's HOME.
+
+    Read from the files by hand: libc's look-ups load what the agent's nsswitch.conf names.
+    """
+    name, _, group = user.partition(":")
+    rows = [line.split(":") for line in read_lines("/etc/passwd")]
+    row = next((row for row in rows if len(row) > 5 and name in (row[0], row[2])), None)
+    if row is None and not name.isdigit():
+        raise ValueError(f"user {name} is not in /etc/passwd; add it with RUN useradd, or name one that is there")
+    uid, gid, home = (int(row[2]), int(row[3]), row[5]) if row else (int(name), 0, "/")
+    groups = [line.split(":") for line in read_lines("/etc/group")]
+    members = [int(row[2]) for row in groups if len(row) > 3 and name in row[3].split(",")]
+    if group:
+        numbers = [int(row[2]) for row in groups if len(row) > 2 and group in (row[0], row[2])]
+        if not numbers and not group.isdigit():
+            raise ValueError(f"group {group} is not in /etc/group; add it with RUN groupadd, or name one that is there")
+        gid, members = numbers[0] if numbers else int(group), []
+    os.setgroups(members)
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+    return {**env, "HOME": home} if env.get("HOME") == "/root" else env
+
+
+def read_lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def execute(argv: list[str], env: dict[str, str], cwd: str) -> NoReturn:

@@ -54,8 +54,8 @@ NOW = b"#!/bin/bash\nset -e\ndate +%s%N > rilo.txt\n"
             'structure: task.toml has no network_mode = "no-network" under [environment]; add it',
         ),
         (
-            {"environment/Dockerfile": b"FROM x\nUSER y\n"},
-            "structure: environment/Dockerfile line 2: USER: is not supported",
+            {"environment/Dockerfile": b"FROM rsi/base\nEXPOSE 1\n"},
+            "structure: environment/Dockerfile line 2: EXPOSE: is not supported",
         ),
         (
             {"environment/files/kamo.txt": None},
@@ -69,7 +69,7 @@ NOW = b"#!/bin/bash\nset -e\ndate +%s%N > rilo.txt\n"
         ({"tests/test_outputs.py": None}, "structure: tests/ has no test_*.py"),
         ({"../x": b""}, "structure: the path '../x' is not relative"),
         (
-            {"environment/Dockerfile": b"FROM x\nWORKDIR /app\nCOPY files/ /app/\nRUN cat nowhere >&2\n"},
+            {"environment/Dockerfile": b"FROM rsi/base\nWORKDIR /app\nCOPY files/ /app/\nRUN cat nowhere >&2\n"},
             "build: cat: nowhere: No such file or directory",
         ),
         (
@@ -197,8 +197,8 @@ def test_snapshot_writes_tests_that_make_a_proposal_valid(with_grader) -> None:
         ({"solution/solve.sh": b"#!/bin/bash\ntrue\n"}, "the solution changes nothing"),
         ({"solution/solve.sh": b"#!/bin/bash\nset -e\ncat tamo.txt\n"}, "^cat: tamo.txt: No such file or directory$"),
         ({"instruction.md": None}, "^instruction.md is missing$"),
-        ({"environment/Dockerfile": b"FROM x\nUSER y\n"}, "USER: is not supported"),
-        ({"environment/Dockerfile": b"FROM x\nRUN cat nowhere\n"}, "^cat: nowhere: No such file"),
+        ({"environment/Dockerfile": b"FROM rsi/base\nEXPOSE 1\n"}, "EXPOSE: is not supported"),
+        ({"environment/Dockerfile": b"FROM rsi/base\nRUN cat nowhere\n"}, "^cat: nowhere: No such file"),
     ],
 )
 def test_snapshot_says_why_it_wrote_nothing(with_grader, changed: dict, reason: str) -> None:

@@ -1,9 +1,10 @@
 import asyncio
+import os
 from collections.abc import Mapping
 
 import pytest
 
-from rsi.harbor.grade import Grader, collect, outputs_digest, read_reward, read_verdict
+from rsi.harbor.grade import Grader, collect, leads_to_tests, outputs_digest, read_reward, read_verdict
 from rsi.harbor.snapshot import snapshot_tests
 from rsi.harbor.task import new_task_files, task_from_files
 from rsi.sandbox import Backend, Entry, ExecResult, SandboxError
@@ -109,6 +110,27 @@ def test_digests_of_outputs_differ_by_content_mode_kind_and_path() -> None:
     assert outputs_digest({"a": file(b"1"), "b": file(b"2")}) == outputs_digest({"b": file(b"2"), "a": file(b"1")})
 
 
+@pytest.mark.parametrize(
+    "links, found",
+    [
+        ({"out": "/tests/expected"}, ["out"]),
+        ({"out": "/tests"}, ["out"]),
+        ({"out": "../tests/x"}, ["out"]),
+        ({"out": "sub/../../logs/verifier"}, ["out"]),
+        ({"root": "/", "out": "root/tests/x"}, ["out"]),
+        ({"a": "b", "b": "c", "c": "/solution"}, ["a", "b", "c"]),
+        ({"out": "/proc/self/root/tests/x"}, ["out"]),
+        ({"out": "/dev/fd/3/../tests"}, ["out"]),
+        ({"out": "/etc/shadow", "null": "/dev/null", "near": "tests/x", "like": "/testsuite"}, []),
+        ({"loop": "pool", "pool": "loop", "self": "self"}, []),
+        ({"up": "../../../../app/x"}, []),
+    ],
+)
+def test_links_that_lead_to_the_tests_are_known(links: dict[str, str], found: list[str]) -> None:
+    outputs = {path: Entry("link", 0o777, target=target) for path, target in links.items()}
+    assert [path for path in outputs if leads_to_tests(path, outputs, "/app")] == found
+
+
 def test_the_reference_passes_and_the_initial_state_fails(with_grader) -> None:
     async def main(grader: Grader, _: Backend) -> None:
         initial = await grader.initial(task())
@@ -127,6 +149,23 @@ def test_the_reference_passes_and_the_initial_state_fails(with_grader) -> None:
         assert [test.message for test in verdict.tests] == ["rilo.txt is missing", "kamo.txt should be gone"]
         half = await grader.grade(task(), {**initial, "rilo.txt": file(b"a\nb\n")})
         assert half.reward == 0.5
+
+    with_grader(main)
+
+
+def test_a_dockerfile_with_a_user_is_solved_as_that_user_and_graded(with_grader) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a plain user's sandbox has one id")
+    dockerfile = (
+        b"ARG BASE=base\nFROM rsi/$BASE\nARG WHO=nobody\nWORKDIR /app\nCOPY files/ /app/\n"
+        b"RUN chown -R $WHO /app\nUSER $WHO\nRUN id -un >made-by\n"
+    )
+    tests = b"def test_all():\n    assert open('made-by').read() == open('solved-by').read() == 'nobody\\n'\n"
+
+    async def main(grader: Grader, _: Backend) -> None:
+        asked = task(tests, b"id -un >solved-by\n", **{"environment/Dockerfile": dockerfile})
+        run = await grader.run_solution(asked)
+        assert (await grader.grade(asked, run.outputs)).reward == 1.0, run
 
     with_grader(main)
 

@@ -14,7 +14,7 @@ def spec(dockerfile: str, workdir: str = "/app") -> ImageSpec:
 
 def test_the_usual_dockerfile_copies_the_files_into_the_workdir() -> None:
     built = spec("FROM rsi/base\nWORKDIR /app\nCOPY files/ /app/\n")
-    assert built == ImageSpec((Step(copy={"/app/a.txt": b"a", "/app/sub/b.txt": b"b"}),), (), "/app")
+    assert built == ImageSpec((Step(copy={"/app/a.txt": b"a", "/app/sub/b.txt": b"b"}),), (), "/app", "rsi/base")
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,20 @@ def test_run_sees_the_workdir_and_environment_of_its_line() -> None:
     assert built.env == (("A", "1"), ("B", "two words"), ("C", "1"))
 
 
+def test_arg_is_known_to_from_and_run_and_not_kept() -> None:
+    built = spec("ARG V=24.04\nFROM ubuntu:$V\nARG V\nARG W=1 X\nENV W=2\nWORKDIR /${Y:-srv}/$V\nRUN echo $W\n")
+    assert built.base == "ubuntu:24.04" and built.env == (("W", "2"),)
+    expected = "export V=24.04\nexport W=2\nmkdir -p /srv/24.04 && cd /srv/24.04 || exit\necho $W"
+    assert built.steps == (Step(run=expected),)
+
+
+def test_user_is_of_later_runs_and_of_the_image() -> None:
+    built = spec("FROM x\nRUN one\nUSER bob:staff\nWORKDIR /w\nRUN two\n")
+    assert [step.user for step in built.steps] == ["", "", "bob:staff"] and built.user == "bob:staff"
+    assert built.steps[1].run == "mkdir -p /w"
+    assert spec("FROM x\nUSER bob\nUSER root\n").user == ""
+
+
 def test_run_as_a_list_is_quoted() -> None:
     (step,) = spec('FROM x\nRUN ["echo", "a b"]').steps
     assert step.run.endswith("echo 'a b'")
@@ -50,7 +64,12 @@ def test_run_as_a_list_is_quoted() -> None:
 @pytest.mark.parametrize(
     "dockerfile, complaint",
     [
-        ("FROM x\nUSER nobody", "line 2: USER: is not supported; use only FROM, WORKDIR, COPY, RUN and ENV"),
+        ("FROM x\nEXPOSE 80", "line 2: EXPOSE: is not supported; use only FROM, WORKDIR, COPY, RUN, ENV, ARG and USER"),
+        ("FROM x\nUSER no body", "line 2: USER: has 2 words"),
+        ("FROM x\nUSER ../x", "is no user; write a name or a number"),
+        ("FROM x\nARG 1=2", "write ARG NAME=default"),
+        ("ARG V=1\nFROM x\nWORKDIR /$V", r"\$V is not set; set it with ENV or ARG"),
+        ("ARG V=1\nRUN true", "does not begin with FROM"),
         ("FROM x\nFROM y", "line 2: FROM: more than one stage"),
         ("FROM x AS y", "line 1: FROM: more than one stage"),
         ("RUN true", "does not begin with FROM"),

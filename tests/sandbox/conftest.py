@@ -6,11 +6,14 @@ import asyncio
 import inspect
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from rsi.sandbox import Image, ImageSpec, SandboxConfig
+from rsi.sandbox import Backend, Image, ImageSpec, Sandbox, SandboxConfig, build_backend
 from rsi.sandbox.namespace import NamespaceBackend, NamespaceSandbox
+
+from .require import require
 
 SECRET = "sk-not-for-the-sandbox"
 RUNNER = pytest.StashKey[asyncio.Runner]()
@@ -56,6 +59,49 @@ def image(runner: asyncio.Runner, backend: NamespaceBackend) -> Image:
 @pytest.fixture
 def box(runner: asyncio.Runner, backend: NamespaceBackend, image: Image) -> Iterator[NamespaceSandbox]:
     sandbox = runner.run(backend.create(image))
+    yield sandbox
+    runner.run(sandbox.close())
+
+
+# ---- what every backend promises and withstands
+
+BACKENDS = ("namespace", "namespace without cgroups", "docker")
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def any_backend(request: pytest.FixtureRequest, runner: asyncio.Runner, backend: NamespaceBackend) -> Iterator[Backend]:
+    """Each backend in turn. A line in `open_backend` and one in BACKENDS add another."""
+    opened = open_backend(request.param, backend)
+    yield opened
+    if opened is not backend:
+        runner.run(opened.close())
+
+
+def open_backend(name: str, namespace: NamespaceBackend) -> Backend:
+    match name:
+        case "namespace":
+            return namespace
+        case "namespace without cgroups":
+            if namespace.driver.kind == "none":
+                pytest.skip("there are no cgroups here, so this is the backend before")
+            return NamespaceBackend(replace(namespace.config, cgroups=False))
+        case "docker":
+            if os.geteuid() != 0:
+                pytest.skip("the engine is root's, and who runs the client makes no difference inside")
+            require("docker")
+            unbounded = ("disk", "inodes")  # on the file systems that engines usually have; probe says so
+            return build_backend(replace(namespace.config, backend="docker", accept_missing=unbounded))
+    raise AssertionError(f"no backend is called {name!r}")
+
+
+@pytest.fixture(scope="session")
+def any_image(runner: asyncio.Runner, any_backend: Backend) -> Image:
+    return runner.run(any_backend.build(ImageSpec()))
+
+
+@pytest.fixture
+def any_box(runner: asyncio.Runner, any_backend: Backend, any_image: Image) -> Iterator[Sandbox]:
+    sandbox = runner.run(any_backend.create(any_image))
     yield sandbox
     runner.run(sandbox.close())
 

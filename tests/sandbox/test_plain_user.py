@@ -17,8 +17,6 @@ import pytest
 from rsi.sandbox import Image
 from rsi.sandbox.namespace import NamespaceBackend
 
-HERE = Path(__file__).resolve().parent
-
 
 @pytest.fixture
 def home() -> Iterator[Path]:
@@ -28,26 +26,37 @@ def home() -> Iterator[Path]:
     subprocess.run(["rm", "-rf", path], check=True)
 
 
-def test_a_plain_user_gets_the_same_promises(backend: NamespaceBackend, image: Image, home: Path) -> None:
+SUITES = [
+    pytest.param(("test_namespace.py", "test_shell.py"), id="namespace"),
+    pytest.param(("test_conformance.py",), id="conformance", marks=pytest.mark.conformance),
+    pytest.param(("test_attacks.py", "test_grading_attacks.py"), id="attacks", marks=pytest.mark.attack),
+]
+
+
+@pytest.mark.parametrize("names", SUITES)
+def test_a_plain_user_gets_the_same(
+    backend: NamespaceBackend, image: Image, home: Path, repo: Path, names: tuple[str, ...]
+) -> None:
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("only root can become another user, with setpriv")
     base = home / "base"
     subprocess.run(["cp", "-a", backend.base, base], check=True)
-    repo = home / "repo"
-    shutil.copytree(HERE.parent.parent / "rsi" / "sandbox", repo / "rsi" / "sandbox")
-    shutil.copytree(HERE, repo / "tests" / "sandbox")
-    (repo / "rsi" / "__init__.py").write_text("")
+    copy = home / "repo"
+    for folder in ("rsi/sandbox", "rsi/harbor", "tests/sandbox"):
+        shutil.copytree(repo / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("rsi/types.py", ".pytest.ini"):
+        shutil.copy(repo / file, copy / file)
+    (copy / "rsi" / "__init__.py").write_text("")
     subprocess.run(["chown", "-hR", "1000:1000", home], check=True)
-    names = ("test_namespace.py", "test_isolation.py", "test_shell.py")
     command = ["setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups", f"{base}/usr/local/bin/python3", "-B"]
     result = subprocess.run(
         [*command, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/sandbox/{name}" for name in names)],
-        cwd=repo,
+        cwd=copy,
         env={
             "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": str(home),
             "TMPDIR": str(home),
-            "PYTHONPATH": str(repo),
+            "PYTHONPATH": str(copy),
             "LD_LIBRARY_PATH": f"{base}/usr/local/lib",
             "RSI_TEST_ROOTFS": str(base),
         },

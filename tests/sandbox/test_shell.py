@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from rsi.sandbox.namespace import NamespaceSandbox
+import pytest
+
+from rsi.sandbox import ImageSpec
+from rsi.sandbox.namespace import NamespaceBackend, NamespaceSandbox
 from rsi.sandbox.shell import shell
 
 
@@ -8,6 +11,15 @@ async def test_directory_exports_functions_and_aliases_live_on(box: NamespaceSan
     await shell(box, "mkdir d; cd d; export NAME=\"it's a\\nb\"; greet() { echo hi $1; }; alias ll='ls -la'")
     result = await shell(box, 'pwd; echo "$NAME"; greet you; alias ll')
     assert result.stdout == b"/app/d\nit's a\\nb\nhi you\nalias ll='ls -la'\n"
+
+
+async def test_state_lives_on_for_an_images_user(backend: NamespaceBackend) -> None:
+    if not backend.privileged:
+        pytest.skip("a plain user's sandbox has one id")
+    sandbox = await backend.create(await backend.build(ImageSpec(user="nobody")))
+    await shell(sandbox, "cd /tmp; export NAME=kept")
+    assert (await shell(sandbox, "pwd; echo $NAME; id -un")).stdout == b"/tmp\nkept\nnobody\n"
+    await sandbox.close()
 
 
 async def test_a_command_is_not_replayed(box: NamespaceSandbox) -> None:
