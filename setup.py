@@ -45,6 +45,7 @@ setup(
         "vllm": [*TORCH, "vllm==0.33.0", "torch==2.14.0"],
         "deepspeed": [*TORCH, "deepspeed>=0.19.8,<0.20", "accelerate>=1.15,<2"],
         "docker": ["docker>=7.1,<8"],
+        "terminal": ["pyte>=0.8"],
         "harbor": ["harbor>=0.25,<0.27; python_version >= '3.12'"],
         "dev": ["ruff>=0.17", "pyright[nodejs]>=1.1.414"],
     },

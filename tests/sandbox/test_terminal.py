@@ -7,8 +7,6 @@ import pytest
 from rsi.sandbox import Sandbox, SandboxError
 from rsi.sandbox.terminal import Terminal, open_terminal
 
-pytest.importorskip("pyte", reason="pip install 'rsi[terminal]'")
-
 
 async def prompt(sandbox: Sandbox, rows: int, columns: int = 40) -> Terminal:
     terminal = await open_terminal(sandbox, rows=rows, columns=columns)
