@@ -1,4 +1,4 @@
-"""One rule for tests that need a tool of the machine: where RSI_REQUIRE names it they fail without it, else they skip."""
+"""Tests that need a tool of the machine: missing, they fail where RSI_REQUIRE names it, and skip elsewhere."""
 
 from __future__ import annotations
 
