@@ -43,7 +43,8 @@ class ShapeConfig:
     experts_per_token: int = 2
     max_len: int = 2048
     init_std: float = 0.08
-    """Of all weights; about 1 / sqrt(hidden_size). At transformers' 0.02 copying took half as many steps again."""
+    """Of all weights; about 1 / sqrt(hidden_size). With transformers' 0.02, names were copied worse after 4,500 steps
+    than with this after 3,500."""
 
 
 @dataclass(frozen=True)

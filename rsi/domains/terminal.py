@@ -39,8 +39,8 @@ def split_of(word: str) -> Split:
 
 
 class Words:
-    """Draws the words of one task. No two begin alike: a model that has copied a first syllable finds only one
-    continuation, and copies words it never saw after a third of the training."""
+    """Draws the words of one task. No two begin alike: a model that has copied a first syllable finds one
+    continuation of it."""
 
     def __init__(self, split: Split, rng: np.random.Generator):
         self._split, self._rng, self._left = split, rng, [str(first) for first in rng.permutation(FIRST)]
