@@ -92,16 +92,16 @@ async def test_a_base_that_is_no_file_system_names_its_key(backend: NamespaceBac
 
 
 async def test_a_user_runs_the_steps_and_commands_that_follow(backend: NamespaceBackend) -> None:
-    added = "echo bob:x:1234:1234::/home/bob:/bin/bash >>/etc/passwd; mkdir /home/bob"
+    added = "echo bob:x:1234:1234::/srv/bob:/bin/bash >>/etc/passwd; mkdir /srv/bob"
     added += "; echo 'staff:x:50:bob' >>/etc/group"
-    steps = (Step(run=added + "; chown 1234 /home/bob"), Step(run="id -u >/home/bob/id; ! touch /root/x", user="bob"))
+    steps = (Step(run=added + "; chown 1234 /srv/bob"), Step(run="id -u >/srv/bob/id; ! touch /root/x", user="bob"))
     if not backend.privileged:
         with pytest.raises(SandboxError, match="USER bob: a plain user's sandbox has one id; run as root"):
             await backend.build(ImageSpec(steps, user="bob"))
         return
     sandbox = await backend.create(await backend.build(ImageSpec(steps, user="bob")))
-    seen = await sandbox.exec("cat /home/bob/id; id -u; id -G; echo $HOME; grep CapEff /proc/self/status")
-    assert seen.stdout == b"1234\n1234\n1234 50\n/home/bob\nCapEff:\t0000000000000000\n"
+    seen = await sandbox.exec("cat /srv/bob/id; id -u; id -G; echo $HOME; grep CapEff /proc/self/status")
+    assert seen.stdout == b"1234\n1234\n1234 50\n/srv/bob\nCapEff:\t0000000000000000\n"
     await sandbox.put("/root", {"x": b"put and got as root"})
     assert (await sandbox.get("/root/x"))["x"].content == b"put and got as root"
     await sandbox.close()
