@@ -100,8 +100,8 @@ class Running:
     """An exec that has been started; `pid` is the one inside, 0 until the command has said it."""
 
     id: str
-    out: docker_wire.Received
-    err: docker_wire.Received
+    out: streams.Kept
+    err: streams.Kept
     ended: asyncio.Event
     writer: asyncio.StreamWriter
     pid: int = 0
@@ -188,7 +188,7 @@ class DockerSandbox:
         except SandboxError:
             await self._check_container()
             raise
-        out, err = docker_wire.Received(*max_output), docker_wire.Received(*max_output)
+        out, err = streams.Kept(*max_output), streams.Kept(*max_output)
         running = Running(created["Id"], out, err, asyncio.Event(), writer)
         self._running.add(running)
         self.in_background(self._drain(running, reader))

@@ -100,26 +100,6 @@ async def json_lines(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, ob
             yield json.loads(line)
 
 
-class Received(streams.Capture):
-    """One output of an exec: kept and counted as a `Capture` does, but fed from the engine's connection."""
-
-    def __init__(self, max_head: int, max_tail: int) -> None:  # no pipe, hence no super().__init__
-        self.max_head, self.max_tail = max_head, max_tail
-        self.head, self.tail, self.total = bytearray(), bytearray(), 0
-        self.fd = -1
-
-    def feed(self, block: bytes) -> None:
-        self.total += len(block)
-        room = self.max_head - len(self.head)
-        if room > 0:
-            self.head += block[:room]
-            block = block[room:]
-        if block and self.max_tail:
-            self.tail += block[-self.max_tail :]
-            if len(self.tail) > 2 * self.max_tail:
-                del self.tail[: -self.max_tail]
-
-
 async def read_frames(reader: asyncio.StreamReader) -> AsyncIterator[tuple[int, bytes]]:
     """(1 for stdout or 2 for stderr, bytes) of an exec without a terminal, until the connection ends."""
     try:

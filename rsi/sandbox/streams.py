@@ -8,13 +8,42 @@ import os
 READ_BYTES = 1 << 16
 
 
-class Capture:
-    """The read end of one output pipe: keeps head and tail, counts all, and drains on after the command has ended
-    (a background server must not die of SIGPIPE)."""
+class Kept:
+    """What is kept of one output: its head and tail; all of it is counted."""
+
+    def __init__(self, head: int, tail: int) -> None:
+        self.max_head, self.max_tail = head, tail
+        self.head, self.tail, self.total = bytearray(), bytearray(), 0
+
+    def feed(self, block: bytes) -> None:
+        self.total += len(block)
+        room = self.max_head - len(self.head)
+        if room > 0:
+            self.head += block[:room]
+            block = block[room:]
+        if block and self.max_tail:
+            self.tail += block[-self.max_tail :]
+            if len(self.tail) > 2 * self.max_tail:
+                del self.tail[: -self.max_tail]
+
+    def kept(self, budget: int) -> bytes:
+        """At most `budget` bytes, head and tail, with a line that says what was cut where it was."""
+        both = self.head + self.tail[-self.max_tail :] if self.max_tail else self.head
+        if self.total <= budget:
+            return bytes(both)
+        front = budget // 2
+        back = budget - front
+        marker = b"\n[%d bytes cut]\n" % (self.total - budget)
+        return bytes(both[:front]) + marker + bytes(both[len(both) - back :])
+
+
+class Capture(Kept):
+    """The read end of one output pipe: drains on after the command has ended (a background server must not die of
+    SIGPIPE)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, head: int, tail: int) -> None:
-        self.loop, self.max_head, self.max_tail = loop, head, tail
-        self.head, self.tail, self.total = bytearray(), bytearray(), 0
+        super().__init__(head, tail)
+        self.loop = loop
         self.fd, self.write_fd = os.pipe()
         os.set_blocking(self.fd, False)
         self.ended = loop.create_future()
@@ -33,15 +62,7 @@ class Capture:
         if not block:
             self.close()
             return False
-        self.total += len(block)
-        room = self.max_head - len(self.head)
-        if room > 0:
-            self.head += block[:room]
-            block = block[room:]
-        if block and self.max_tail:
-            self.tail += block[-self.max_tail :]
-            if len(self.tail) > 2 * self.max_tail:
-                del self.tail[: -self.max_tail]
+        self.feed(block)
         return True
 
     def drain(self) -> None:
@@ -59,18 +80,8 @@ class Capture:
         if not self.ended.done():
             self.ended.set_result(None)
 
-    def kept(self, budget: int) -> bytes:
-        """At most `budget` bytes, head and tail, with a line that says what was cut where it was."""
-        both = self.head + self.tail[-self.max_tail :] if self.max_tail else self.head
-        if self.total <= budget:
-            return bytes(both)
-        front = budget // 2
-        back = budget - front
-        marker = b"\n[%d bytes cut]\n" % (self.total - budget)
-        return bytes(both[:front]) + marker + bytes(both[len(both) - back :])
 
-
-def cut(out: Capture, err: Capture, max_output: int) -> tuple[bytes, bytes, int]:
+def cut(out: Kept, err: Kept, max_output: int) -> tuple[bytes, bytes, int]:
     """(stdout, stderr, bytes dropped): each may use half of `max_output`, and what the other leaves of its half."""
     half = max_output // 2
     out_budget = max(half, max_output - err.total)
