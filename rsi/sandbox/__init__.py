@@ -19,6 +19,10 @@ class SandboxError(RuntimeError):
     """Our side broke (a dead sandbox, a full disk, no user namespaces). The message names the mend."""
 
 
+class SandboxDied(SandboxError):
+    """The sandbox is gone: killed, past its life, closed, or what launched it ended."""
+
+
 class BuildError(ValueError):
     """An image could not be built from what its author wrote: a failing RUN, an instruction outside the subset."""
 
@@ -150,6 +154,20 @@ class Capabilities:
     """Of memory, pids, cpu, disk, inodes, network."""
     missing: Mapping[str, str]
     """limit -> why it is not enforced here, and the mend."""
+
+
+ENFORCEABLE = ("memory", "pids", "cpu", "disk", "inodes", "network")
+
+
+def check_enforced(found: Capabilities, config: SandboxConfig, network: Network) -> None:
+    """Raise SandboxError for a limit that does not hold and that config.accept_missing does not allow to be missing."""
+    allowed = {*config.accept_missing, *(("network",) if network == "host" else ())}
+    refused = [limit for limit in found.missing if limit not in allowed]
+    if refused:
+        reasons = "; ".join(f"{limit}: {found.missing[limit]}" for limit in refused)
+        raise SandboxError(
+            f"this machine does not enforce {reasons}. Or list it in sandbox.accept_missing to run without that limit"
+        )
 
 
 class Sandbox(Protocol):

@@ -15,8 +15,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rsi.sandbox import Backend, Image, ImageSpec, Sandbox, SandboxConfig, SandboxError, build_backend, cgroups
-from rsi.sandbox.namespace import ENFORCEABLE, NamespaceSandbox
+from rsi.sandbox import (
+    ENFORCEABLE,
+    Backend,
+    Image,
+    ImageSpec,
+    Sandbox,
+    SandboxConfig,
+    SandboxError,
+    build_backend,
+    cgroups,
+)
+from rsi.sandbox.namespace import NamespaceSandbox
 
 BACKENDS = ("namespace", "docker")
 COMMANDS = (

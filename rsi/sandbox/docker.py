@@ -24,6 +24,8 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from rsi.sandbox import (
+    BASE,
+    ENFORCEABLE,
     BuildError,
     Capabilities,
     Entry,
@@ -34,11 +36,12 @@ from rsi.sandbox import (
     Network,
     SandboxConfig,
     SandboxError,
-    Step,
     cgroups,
+    check_enforced,
     docker_images,
     docker_wire,
     host,
+    keys,
     rootfs,
     tar,
 )
@@ -55,7 +58,6 @@ CAPABILITIES = (
 
 LIMITS = Limits()
 BUILD_LIMITS = Limits(cpus=2.0, memory_mb=2048, pids=512, disk_mb=1024, inodes=131072)
-ENFORCEABLE = ("memory", "pids", "cpu", "disk", "inodes", "network")
 NO_QUOTA = (
     "the engine's storage has no quota: put its data root on xfs mounted with pquota, or use its btrfs driver; "
     "only the size of one file is bounded"
@@ -209,15 +211,7 @@ class DockerBackend:
         return self._users.get(image.layers[-1] if image.layers else self.base, "")
 
     async def create(self, image: Image, limits: Limits = LIMITS, network: Network = "none") -> DockerSandbox:
-        capabilities = await self.probe()
-        refused = [limit for limit in capabilities.missing if limit not in self.config.accept_missing]
-        if network == "host":
-            refused = [limit for limit in refused if limit != "network"]
-        if refused:
-            reasons = "; ".join(f"{limit}: {capabilities.missing[limit]}" for limit in refused)
-            raise SandboxError(
-                f"this engine does not enforce {reasons}. Or list it in sandbox.accept_missing to run without it"
-            )
+        check_enforced(await self.probe(), self.config, network)
         return await self._create(image, limits, network)
 
     async def _create(self, image: Image, limits: Limits, network: str) -> DockerSandbox:
@@ -361,14 +355,15 @@ class DockerBackend:
 
     async def build(self, spec: ImageSpec, timeout_s: float = 60.0) -> Image:
         """See the Protocol. Equal specs are built once, also when asked for at the same time."""
+        _refuse_what_differs(spec)
         await self._start()
-        key = _digest(self._root_key(spec), *(_step_key(step) for step in spec.steps))
+        key = keys.digest(self._root_key(spec), *(keys.step_key(step) for step in spec.steps))
         return await self._build_once(key, lambda: self._build(key, spec, timeout_s))
 
     def _root_key(self, spec: ImageSpec) -> str:
         bundle = self.config.docker.ca_bundle
         trusted = hashlib.sha256(docker_images.read_ca_bundle(bundle)).hexdigest() if bundle else ""
-        return _digest("1", self.base, json.dumps([spec.env, spec.workdir]), trusted)
+        return keys.digest("1", self.base, json.dumps([spec.env, spec.workdir]), trusted)
 
     async def _build_once(self, key: str, work: Callable[[], Coroutine[Any, Any, Image]]) -> Image:
         task = self._builds.get(key)
@@ -386,7 +381,7 @@ class DockerBackend:
         below, digest = self.base, self._root_key(spec)
         copies: dict[str, bytes] = {}
         for step in spec.steps:
-            digest = _digest(digest, _step_key(step))
+            digest = keys.digest(digest, keys.step_key(step))
             copies |= _checked(step.copy or {})
             if step.run:
                 below = await self._layer(Image(digest, (below,), spec.env, spec.workdir), copies, step.run, timeout_s)
@@ -451,7 +446,7 @@ class DockerBackend:
         packed = tar.pack(context)
         bases = [(await self.call(self.api.inspect_image, name))["Id"] for _, name in mapped.bases]
         network = network or self.config.docker.build_network
-        key = _digest(hashlib.sha256(packed).hexdigest(), dockerfile, network, *bases)
+        key = keys.digest(hashlib.sha256(packed).hexdigest(), dockerfile, network, *bases)
         return await self._build_once(key, lambda: self._build_context(key, packed, dockerfile, network, timeout_s))
 
     async def _build_context(self, key: str, packed: bytes, dockerfile: str, network: str, timeout_s: float) -> Image:
@@ -592,6 +587,14 @@ def _refuse_volumes(volumes: Mapping[str, object] | None) -> None:
         )
 
 
+def _refuse_what_differs(spec: ImageSpec) -> None:
+    """An ImageSpec has the backend's one base and runs as root; what asks for more is not built as if it had not."""
+    if spec.base != BASE:
+        raise BuildError(f"FROM {spec.base}: the docker backend builds specs on {BASE} alone; use build_dockerfile")
+    if user := spec.user or next((step.user for step in spec.steps if step.user), ""):
+        raise BuildError(f"USER {user}: the docker backend runs specs as root alone; use build_dockerfile")
+
+
 def _checked(copy: Mapping[str, bytes]) -> Mapping[str, bytes]:
     for path in copy:
         if not path.startswith("/") or posixpath.normpath(path) != path or path == "/":
@@ -604,12 +607,3 @@ def _check_step(command: str, result: ExecResult, timeout_s: float) -> None:
         tail = (result.stdout + result.stderr).decode(errors="replace").strip()[-2000:]
         ended = f"took more than {timeout_s:g} s" if result.timed_out else f"ended with {result.exit_code}"
         raise BuildError(f"RUN {command[:200]}: {ended}\n{tail}")
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _step_key(step: Step) -> str:
-    copied = {path: hashlib.sha256(content).hexdigest() for path, content in (step.copy or {}).items()}
-    return json.dumps([step.run, sorted(copied.items()), step.copy is not None])

@@ -16,21 +16,27 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rsi.sandbox import Entry, ExecResult, Image, Limits, SandboxError, docker_wire, host, streams, tar
+from rsi.sandbox import (
+    Entry,
+    ExecResult,
+    Image,
+    Limits,
+    SandboxDied,
+    SandboxError,
+    cgroups,
+    docker_wire,
+    host,
+    streams,
+    tar,
+)
 
 if TYPE_CHECKING:
     from rsi.sandbox.docker import DockerBackend
 
-ENVIRONMENT = {"PATH": host.PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
-MAX_ARGUMENT = 100 << 10
-"""The kernel takes 128 KiB in one argument; a longer `bash -c` goes as a file."""
 GRACE_S = 0.2
 """How long the streams of an ended command may stay open: the engine's copy of them lags behind its exit."""
 DEATH_S = 20.0
 """An engine on a loaded host takes seconds for what takes milliseconds; beyond this a sandbox is broken."""
-MAX_LEFT = 32
-"""Processes that a command may leave behind; more are a fork bomb, and killed (as `namespace` does)."""
-
 # bash and not sh: dash neither reaps during `read` nor can ignore SIGCHLD. `read` waits on a stdin that nobody writes,
 # and without `-t`, which blocks SIGCHLD: zombies would pile up against the limit of pids.
 KEEPER = """\
@@ -91,10 +97,6 @@ case ${PIPESTATUS[0]} in 0|1|141) exit 0 ;; *) exit 3 ;; esac
 """
 
 
-class SandboxDied(SandboxError):
-    """The sandbox is gone: killed, past its life, closed, or its engine ended."""
-
-
 @dataclass(eq=False)
 class Running:
     """An exec that has been started; `pid` is the one inside, 0 until the command has said it."""
@@ -115,7 +117,7 @@ class DockerSandbox:
         self.container = ""
         self._backend = backend
         self._loop = asyncio.get_running_loop()
-        self._environment = ENVIRONMENT | dict(image.env)
+        self._environment = host.ENVIRONMENT | dict(image.env)
         self._dead = ""
         self._died = asyncio.Event()
         self._oom = 0
@@ -295,7 +297,7 @@ class DockerSandbox:
         """No command leaves a fork bomb to the next. Asked after each, and before the next where anything was left: a
         bomb may have only begun when its command ended."""
         self._num_left = await self._count_processes() - 1 - len(self._running)
-        if self._num_left > MAX_LEFT:
+        if self._num_left > cgroups.MAX_LEFT:
             await self.kill_all()
 
     async def _count_processes(self) -> int:
@@ -329,7 +331,7 @@ class DockerSandbox:
         if isinstance(argv, str):
             encoded = argv.encode("utf-8", "surrogateescape")
             argv = ["bash", "-c", argv]
-            if len(encoded) > MAX_ARGUMENT:
+            if len(encoded) > host.MAX_ARGUMENT:
                 script = f"/run/rsi-script-{next(self._numbers)}"
                 await self.put("/", {script[1:]: encoded})
                 argv = ["bash", "/dev/fd/3"]
@@ -401,7 +403,14 @@ class DockerSandbox:
     async def _transfer(self, argv: list[str], stdin: bytes, max_output: int, what: str) -> bytes:
         self._check_alive()
         code, running = await self._run_retried(
-            argv, cwd="/", env=ENVIRONMENT, script="", stdin=stdin, timeout_s=60.0, max_output=(max_output, 0), user="0"
+            argv,
+            cwd="/",
+            env=host.ENVIRONMENT,
+            script="",
+            stdin=stdin,
+            timeout_s=60.0,
+            max_output=(max_output, 0),
+            user="0",
         )
         if code == 0 and not running.ended.is_set():
             with contextlib.suppress(TimeoutError):

@@ -14,6 +14,10 @@ from collections.abc import Mapping
 from rsi.sandbox import SandboxConfig, SandboxError, cgroups, zygote
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ENVIRONMENT = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
+"""Of every command, before the image's own."""
+MAX_ARGUMENT = 100 << 10
+"""The kernel takes 128 KiB in one argument; a longer `bash -c` goes as a file."""
 SEND_S = 5.0
 
 

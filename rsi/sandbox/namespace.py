@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from rsi.sandbox import (
     BASE,
+    ENFORCEABLE,
     BuildError,
     Capabilities,
     Entry,
@@ -36,19 +37,18 @@ from rsi.sandbox import (
     Limits,
     Network,
     SandboxConfig,
+    SandboxDied,
     SandboxError,
-    Step,
     cgroups,
+    check_enforced,
     host,
+    keys,
     rootfs,
     streams,
     tar,
     zygote,
 )
 
-ENVIRONMENT = {"PATH": host.PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
-MAX_ARGUMENT = 100 << 10
-"""The kernel takes 128 KiB in one argument; a longer `bash -c` goes as a file."""
 INLINE_COPY_BYTES = 1 << 20
 """Copy steps up to this size are written at every create (0.1 ms per file); larger ones become a layer on disk."""
 GRACE_S = 0.05
@@ -57,10 +57,6 @@ DEATH_S = 5.0
 """A kill that is not answered by then means that the sandbox is broken."""
 
 _backends = itertools.count()
-
-
-class SandboxDied(SandboxError):
-    """The sandbox is gone: killed, past its life, closed, or its launcher ended."""
 
 
 # ---- one sandbox
@@ -92,7 +88,7 @@ class NamespaceSandbox:
         self.image, self.limits, self.name = image, limits, name
         self._backend, self._groups, self._sock = backend, groups, sock
         self._loop = asyncio.get_running_loop()
-        self._environment = ENVIRONMENT | dict(image.env)
+        self._environment = host.ENVIRONMENT | dict(image.env)
         self._numbers = itertools.count(1)
         self._running: dict[int, Running] = {}
         self._captures: set[streams.Capture] = set()
@@ -319,7 +315,7 @@ class NamespaceSandbox:
         if isinstance(argv, str):
             encoded = argv.encode("utf-8", "surrogateescape")
             argv = ["bash", "-c", argv]
-            if len(encoded) > MAX_ARGUMENT:
+            if len(encoded) > host.MAX_ARGUMENT:
                 argv, script = ["bash", "/dev/fd/3"], encoded
         message = {
             "op": "exec",
@@ -454,7 +450,6 @@ class NamespaceSandbox:
 # ---- the backend
 
 LIMITS = Limits()
-ENFORCEABLE = ("memory", "pids", "cpu", "disk", "inodes", "network")
 COPY = "copy:"
 """Marks a layer of an Image that is files in memory, written at create; the rest is the hash of their tar."""
 
@@ -608,15 +603,7 @@ class NamespaceBackend:
     # -- sandboxes
 
     async def create(self, image: Image, limits: Limits = LIMITS, network: Network = "none") -> NamespaceSandbox:
-        capabilities = await self.probe()
-        refused = [limit for limit in capabilities.missing if limit not in self.config.accept_missing]
-        if network == "host":
-            refused = [limit for limit in refused if limit != "network"]
-        if refused:
-            reasons = "; ".join(f"{limit}: {capabilities.missing[limit]}" for limit in refused)
-            raise SandboxError(
-                f"this host does not enforce {reasons}. Or list it in sandbox.accept_missing to run without that limit"
-            )
+        check_enforced(await self.probe(), self.config, network)
         return await self._create(image, limits, network)
 
     async def _create(self, image: Image, limits: Limits, network: Network) -> NamespaceSandbox:
@@ -680,7 +667,7 @@ class NamespaceBackend:
         """See the Protocol. Equal specs are built once, also when asked for at the same time."""
         await self._start()
         whole = json.dumps([spec.base, spec.env, spec.workdir, spec.user])
-        key = _digest(self.base, whole, *(_step_key(step) for step in spec.steps))
+        key = keys.digest(self.base, whole, *(keys.step_key(step) for step in spec.steps))
         task = self._builds.get(key)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._build(key, spec, timeout_s))
@@ -695,9 +682,9 @@ class NamespaceBackend:
         layers: tuple[str, ...] = ()
         image = Image(key, (), spec.env, spec.workdir, await self._find_base(spec.base), spec.user)
         self._check_users({spec.user, *(step.user for step in spec.steps)})
-        digest = _digest(image.base or self.base, json.dumps([spec.env, spec.workdir]))
+        digest = keys.digest(image.base or self.base, json.dumps([spec.env, spec.workdir]))
         for step in spec.steps:
-            digest = _digest(digest, _step_key(step))
+            digest = keys.digest(digest, keys.step_key(step))
             if step.copy is not None:
                 layers += (self._keep_copy(step.copy),)
             if step.run or _copied_bytes(self._copies, layers) > INLINE_COPY_BYTES:
@@ -826,15 +813,6 @@ async def _try_in(sandbox: NamespaceSandbox, limits: Limits) -> dict[str, tuple[
     if reach.exit_code == 0:
         found["network"] = ("a server of the host answers", "the kernel needs CONFIG_NET_NS")
     return found
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _step_key(step: Step) -> str:
-    copied = {path: hashlib.sha256(content).hexdigest() for path, content in (step.copy or {}).items()}
-    return json.dumps([step.run, step.user, sorted(copied.items()), step.copy is not None])
 
 
 def _copied_bytes(copies: Mapping[str, bytes], layers: tuple[str, ...]) -> int:

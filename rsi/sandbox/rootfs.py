@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import importlib.util
 import os
 import re
@@ -23,7 +22,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 
-from rsi.sandbox import SandboxError, zygote
+from rsi.sandbox import SandboxError, keys, zygote
 
 RECIPE = "1"
 """Change it when what is built changes: it is part of the cache key."""
@@ -77,7 +76,7 @@ def prepare_base(rootfs: str, cache: str, privileged: bool, key_name: str = "san
     """
     owner = zygote.UID_BASE if privileged else os.geteuid()
     if not rootfs:
-        key = _digest(RECIPE, str(owner), *_inputs())
+        key = keys.digest(RECIPE, str(owner), *_inputs())[:24]
         return _cached(f"{cache}/bases/host-{key}", owner, build_base)
     source = os.path.realpath(rootfs)
     if not os.path.isdir(f"{source}/usr") or not os.path.exists(f"{source}/etc"):
@@ -85,12 +84,8 @@ def prepare_base(rootfs: str, cache: str, privileged: bool, key_name: str = "san
     status = os.stat(source)
     if status.st_uid == owner:
         return source
-    key = _digest(source, str(owner), str(status.st_ino), str(status.st_mtime_ns))
+    key = keys.digest(source, str(owner), str(status.st_ino), str(status.st_mtime_ns))[:24]
     return _cached(f"{cache}/bases/import-{key}", owner, lambda target: _import(source, target))
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def _inputs() -> Iterator[str]:

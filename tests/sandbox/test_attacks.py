@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rsi.sandbox import Backend, Image, Limits, Sandbox, SandboxError, zygote
-from rsi.sandbox.namespace import ENFORCEABLE, NamespaceBackend, NamespaceSandbox
+from rsi.sandbox import ENFORCEABLE, Backend, Image, Limits, Sandbox, SandboxError, zygote
+from rsi.sandbox.namespace import NamespaceBackend, NamespaceSandbox
 
 from .attacks import ATTACKS, BASH, Attack, Site
 from .conftest import SECRET

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rsi.sandbox import BuildError, Image, ImageSpec, Limits, SandboxError, Step
-from rsi.sandbox.namespace import ENFORCEABLE, NamespaceBackend, NamespaceSandbox
+from rsi.sandbox import ENFORCEABLE, BuildError, Image, ImageSpec, Limits, SandboxError, Step
+from rsi.sandbox.namespace import NamespaceBackend, NamespaceSandbox
 
 
 async def test_a_cwd_that_is_missing_is_the_root(box: NamespaceSandbox) -> None:
