@@ -78,6 +78,7 @@ def _add_sandbox(parser: argparse.ArgumentParser) -> None:
 
     probe = commands.add_parser("probe", help="try every limit in a throwaway sandbox")
     probe.add_argument("--json", action="store_true")
+    probe.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     probe.set_defaults(run=_probe)
 
     shell = commands.add_parser("shell", help="drop into a task as the solver sees it; lines from the standard input")
@@ -93,7 +94,9 @@ def _add_sandbox(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     bench.set_defaults(run=_bench)
 
-    sweep = commands.add_parser("sweep", help="remove what hosts that were killed left behind")
+    sweep = commands.add_parser(
+        "sweep", help="remove what killed hosts left of the namespace backend (docker does so at every start)"
+    )
     sweep.add_argument("--json", action="store_true")
     sweep.set_defaults(run=_sweep)
 
@@ -132,10 +135,11 @@ async def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _probe(args: argparse.Namespace) -> int:
+    from rsi.config import load
     from rsi.sandbox import Capabilities, SandboxConfig, build_backend
 
     async def probe() -> Capabilities:
-        backend = build_backend(SandboxConfig())
+        backend = build_backend(load(SandboxConfig, None, args.overrides))
         try:
             return await backend.probe()
         finally:

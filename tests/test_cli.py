@@ -174,3 +174,9 @@ def test_sweep_removes_what_a_dead_host_left(
     assert [path.name for path in top.iterdir()] == ["notes"]
     assert main(["sandbox", "sweep"]) == 0
     assert capsys.readouterr().out == "nothing was left behind\n"
+
+
+def test_sandbox_probe_takes_the_keys_of_its_block(capsys: pytest.CaptureFixture[str]):
+    assert main(["sandbox", "probe", "--json", "cgroups=false"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["missing"]) == {"memory", "cpu"} and "network" in found["enforced"]

@@ -148,7 +148,7 @@ class Grader:
             f"rm -rf -- {workdir} && mkdir -p {shlex.quote(_parent(task.workdir))} && mv -T -- {STAGE} {workdir} "
             f"&& cd {workdir} || {{ echo 'rsi: cannot place the outputs' >&2; exit 125; }}; exec /tests/test.sh"
         )
-        async with self._fresh(task, task.limits.verifier_timeout_s, SPARE_MB, SPARE_INODES, True) as sandbox:
+        async with self._fresh(task, task.limits.verifier_timeout_s, SPARE_MB, SPARE_INODES, as_root=True) as sandbox:
             await sandbox.put("/", staged)
             done = await sandbox.exec(command, timeout_s=task.limits.verifier_timeout_s, cwd="/")
             if done.timed_out:

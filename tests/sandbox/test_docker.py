@@ -443,7 +443,6 @@ async def test_a_host_killed_by_sigkill_leaves_nothing_that_the_next_does_not_sw
 
 
 async def test_a_missing_engine_names_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: str) -> None:
-    pytest.importorskip("docker")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     backend = build_backend(SandboxConfig(backend="docker", cache_dir=cache))
     with pytest.raises(SandboxError, match="scripts/docker_engine.sh start"):
