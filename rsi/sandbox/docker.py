@@ -39,6 +39,7 @@ from rsi.sandbox import (
     cgroups,
     check_enforced,
     docker_images,
+    docker_seccomp,
     docker_wire,
     host,
     keys,
@@ -78,6 +79,8 @@ class DockerBackend:
         self.api: Any = None
         self.address = docker_wire.Address()
         self.version = ""
+        self.security: list[str] = []
+        """Security options of every container."""
         self.base = ""
         """Image under every ImageSpec, by id; known once something was built or created."""
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="docker")
@@ -118,6 +121,7 @@ class DockerBackend:
                 self.address = docker_wire.parse_address(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock")
                 self.api = await asyncio.get_running_loop().run_in_executor(self._pool, _connect)
                 self.version = self.api.api_version
+                self.security = _security_options(await self.call(self.api.version))
                 await self.sweep()
             if self._events is None or self._events.done():
                 self._events = asyncio.get_running_loop().create_task(self._watch(await self._open_events()))
@@ -289,7 +293,7 @@ class DockerBackend:
             nano_cpus=int(limits.cpus * 1e9),
             cap_drop=["ALL"],
             cap_add=CAPABILITIES,
-            security_opt=["no-new-privileges"],
+            security_opt=self.security,
             shm_size=f"{SHM_MB}m",
             ulimits=ulimits,
             storage_opt=storage,
@@ -571,6 +575,13 @@ def _connect() -> Any:
             'eval "$(scripts/docker_engine.sh start)"), set DOCKER_HOST to one that runs (podman system service too), '
             f"and be allowed to use its socket; {error}"
         ) from error
+
+
+def _security_options(version: Mapping[str, Any]) -> list[str]:
+    """version: the engine's answer to /version. Podman takes a profile by its path on the engine's side only, so its
+    own default stays (which allows no io_uring)."""
+    podman = any("podman" in component.get("Name", "").lower() for component in version.get("Components") or ())
+    return ["no-new-privileges", *([] if podman else [f"seccomp={docker_seccomp.profile()}"])]
 
 
 def _host_mark() -> str:
