@@ -65,7 +65,7 @@ def box(runner: asyncio.Runner, backend: NamespaceBackend, image: Image) -> Iter
 
 # ---- what every backend promises and withstands
 
-BACKENDS = ("namespace", "namespace without cgroups", "docker")
+BACKENDS = ("namespace", "namespace without cgroups", pytest.param("docker", marks=pytest.mark.docker))
 
 
 @pytest.fixture(scope="session", params=BACKENDS)

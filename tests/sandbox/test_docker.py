@@ -33,7 +33,7 @@ from rsi.sandbox.docker_container import DockerSandbox
 
 from .require import require
 
-pytestmark = pytest.mark.usefixtures("runner")
+pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("runner")]
 
 ACCEPTED = ("disk", "inodes")
 """An engine on ext4 has no quota; what has one enforces more than that."""
