@@ -94,10 +94,9 @@ def _add_sandbox(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     bench.set_defaults(run=_bench)
 
-    sweep = commands.add_parser(
-        "sweep", help="remove what killed hosts left of the namespace backend (docker does so at every start)"
-    )
+    sweep = commands.add_parser("sweep", help="remove what hosts that were killed left behind")
     sweep.add_argument("--json", action="store_true")
+    sweep.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     sweep.set_defaults(run=_sweep)
 
 
@@ -215,15 +214,30 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from rsi.sandbox import host
+    from rsi.config import load
+    from rsi.sandbox import SandboxConfig, host
 
-    top = host.runs_dir()
-    swept = host.sweep(top) if os.path.isdir(top) else []
+    config = load(SandboxConfig, None, args.overrides)
+    if config.backend == "docker":
+        swept = asyncio.run(_sweep_containers(config))
+    else:
+        top = host.runs_dir()
+        swept = host.sweep(top) if os.path.isdir(top) else []
     if args.json:
         print(json.dumps({"swept": swept}))
     else:
         print("\n".join(swept) or "nothing was left behind")
     return 0
+
+
+async def _sweep_containers(config: SandboxConfig) -> list[str]:
+    from rsi.sandbox.docker import DockerBackend
+
+    backend = DockerBackend(config)
+    try:
+        return await backend.sweep()
+    finally:
+        await backend.close()
 
 
 def _config(args: argparse.Namespace) -> int:

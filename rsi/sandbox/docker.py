@@ -114,19 +114,25 @@ class DockerBackend:
     # -- start and end
 
     async def _start(self) -> None:
+        first = self.api is None
+        await self._connect()
+        if first:
+            await self.sweep()
+        async with self._starting:
+            if self._events is None or self._events.done():
+                self._events = asyncio.get_running_loop().create_task(self._watch(await self._open_events()))
+            if not self.base:
+                self.base = await self._find_base()
+
+    async def _connect(self) -> None:
         if self._closed:
             raise SandboxError("this sandbox backend is closed; build another")
         async with self._starting:
             if self.api is None:
                 self.address = docker_wire.parse_address(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock")
-                self.api = await asyncio.get_running_loop().run_in_executor(self._pool, _connect)
-                self.version = self.api.api_version
-                self.security = _security_options(await self.call(self.api.version))
-                await self.sweep()
-            if self._events is None or self._events.done():
-                self._events = asyncio.get_running_loop().create_task(self._watch(await self._open_events()))
-            if not self.base:
-                self.base = await self._find_base()
+                api = await asyncio.get_running_loop().run_in_executor(self._pool, _connect)
+                self.security = _security_options(await self.call(api.version))
+                self.version, self.api = api.api_version, api
 
     async def _open_events(self) -> asyncio.StreamReader:
         filters = {"event": ["oom", "die"], "label": [f"rsi.sandbox={self.name}"]}
@@ -144,8 +150,9 @@ class DockerBackend:
                 if sandbox:
                     sandbox.on_event(str(event.get("Action")))
 
-    async def sweep(self) -> int:
-        """Remove what hosts that were killed left: their containers and snapshots. How many containers that were."""
+    async def sweep(self) -> list[str]:
+        """Remove what hosts that were killed left: their containers and snapshots. The names of those containers."""
+        await self._connect()
         containers = await self.call(self.api.containers, all=True, filters={"label": "rsi.sandbox"})
         dead = [found for found in containers if self._is_orphan(found["Labels"]["rsi.sandbox"], found["State"])]
         for found in dead:
@@ -153,7 +160,7 @@ class DockerBackend:
         for image in await self.call(self.api.images, filters={"label": "rsi.snapshot"}):
             if self._is_orphan(image["Labels"]["rsi.snapshot"], "running"):
                 await self._remove_image(image["Id"])
-        return len(dead)
+        return [found["Names"][0].lstrip("/") for found in dead]
 
     def _is_orphan(self, owner: str, state: str) -> bool:
         """Of a dead host on this machine, or of any machine if it has ended (a sandbox never starts again)."""
