@@ -20,10 +20,12 @@ setup(
     packages=[
         "rsi",
         "rsi.admission",
+        "rsi.cli",
         "rsi.domains",
         "rsi.engine",
         "rsi.harbor",
         "rsi.propose",
+        "rsi.report",
         "rsi.sandbox",
         "rsi.trainer",
         "rsi_eval",

@@ -86,20 +86,22 @@ async def attempt(
     id: str,
     seed: int,
     temperature: float | None = None,
+    instruction: str = "",
     on_progress: OnProgress = silent,
 ) -> Attempt | None:
     """One episode at `task` and its verdict; None when our side broke or the verifier gave no reward.
 
-    The tests enter only after the solver's sandbox is gone: its files are carried into a fresh one.
+    instruction: what the solver reads instead of the task's own. The tests enter only after the solver's sandbox is
+    gone: its files are carried into a fresh one.
     """
     on_progress("solver", "start", None)
-    made = await _attempt(site, task, limits, id, seed, temperature)
+    made = await _attempt(site, task, limits, id, seed, temperature, instruction or task.instruction)
     on_progress("solver", "fault" if made is None else "end", None if made is None else made.verdict.reward)
     return made
 
 
 async def _attempt(
-    site: Site, task: Task, limits: EpisodeLimits, id: str, seed: int, temperature: float | None
+    site: Site, task: Task, limits: EpisodeLimits, id: str, seed: int, temperature: float | None, instruction: str
 ) -> Attempt | None:
     try:
         image = await site.backend.build(image_spec(task), task.limits.build_timeout_s)
@@ -113,7 +115,7 @@ async def _attempt(
                 task_id=task.id,
                 role="solver",
                 system=SYSTEM["solver"],
-                user=task.instruction,
+                user=instruction,
                 limits=replace(limits, wall_s=min(limits.wall_s, task.limits.agent_timeout_s)),
                 cwd=task.workdir,
                 seed=seed,
