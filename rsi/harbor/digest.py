@@ -145,7 +145,7 @@ def list_tree(root: Path, max_files: int) -> Tree:
             for name in folders:
                 if os.path.islink(os.path.join(folder, name)):
                     target = _inside(root, f"{here}/{name}")
-                    if f"{here}/".startswith(f"{target}/"):
+                    if target == "." or f"{here}/".startswith(f"{target}/"):
                         raise FormatError(f"{ascii(f'{here}/{name}')} is a link to a directory above it; remove it")
                     links.append(f"{here}/{name}")
             for name in names:

@@ -145,9 +145,13 @@ def _union(args: tuple[Any, ...], value: Any, path: str, unknown: list[str] | No
     members = [arg for arg in args if arg is not type(None)]
     if len(members) == 1:
         return _value(members[0], value, path, unknown)
+    # Where one member alone can be meant, its own complaint says more than the union's.
     records = [member for member in members if dataclasses.is_dataclass(member)]
     if len(records) == 1 and isinstance(value, Mapping):
-        return _value(records[0], value, path, unknown)  # its own complaint says more than the union's
+        return _value(records[0], value, path, unknown)
+    lists = [member for member in members if get_origin(member) is tuple]
+    if len(lists) == 1 and isinstance(value, list | tuple):
+        return _value(lists[0], value, path, unknown)
     for member in members:
         try:
             return _value(member, value, path, None)

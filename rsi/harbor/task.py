@@ -279,28 +279,25 @@ def read_config(files: Mapping[str, bytes], bounds: Bounds = WRITTEN) -> dict[st
 
 def _limits(config: TaskConfig, raw: Mapping[str, Any], bounds: Bounds) -> TaskLimits:
     """What task.toml grants, within the bounds; where it says nothing, their defaults and not Harbor's."""
-    default, environment = bounds.defaults, config.environment
+    default, environment = asdict(bounds.defaults), config.environment
     verifier_s = config.verifier.timeout_sec if "timeout_sec" in raw.get("verifier", {}) else None
     build_s = environment.build_timeout_sec if "build_timeout_sec" in raw.get("environment", {}) else None
-    granted = {
-        "agent_timeout_s": _positive("agent.timeout_sec", config.agent.timeout_sec, default.agent_timeout_s),
-        "verifier_timeout_s": _positive("verifier.timeout_sec", verifier_s, default.verifier_timeout_s),
-        "build_timeout_s": _positive("environment.build_timeout_sec", build_s, default.build_timeout_s),
-        "cpus": _positive("environment.cpus", environment.cpus, default.cpus),
-        "memory_mb": _positive("environment.memory_mb", environment.memory_mb, default.memory_mb),
-        "storage_mb": _positive("environment.storage_mb", environment.storage_mb, default.storage_mb),
-    }
     floors, ceilings = asdict(bounds.floors), asdict(bounds.ceilings)
-    clamped = {name: min(max(value, floors[name]), ceilings[name]) for name, value in granted.items()}
-    clamped |= {name: int(clamped[name]) for name in ("memory_mb", "storage_mb")}
-    return TaskLimits(**clamped)
 
+    def granted(name: str, key: str, value: float | None) -> float:
+        # A TOML integer may be larger than any float, and float() of it would raise OverflowError.
+        if value is not None and not 0 < value < 1e12:
+            raise TaskError(f"task.toml: {key} is not a positive finite number; write one such as {default[name]:g}")
+        return min(max(default[name] if value is None else value, floors[name]), ceilings[name])
 
-def _positive(key: str, value: float | None, default: float) -> float:
-    # A TOML integer may be larger than any float, and float() of it would raise OverflowError.
-    if value is not None and not (0 < value < 1e12):
-        raise TaskError(f"task.toml: {key} is not a positive finite number; write one such as {default:g}")
-    return float(default if value is None else value)
+    return TaskLimits(
+        agent_timeout_s=float(granted("agent_timeout_s", "agent.timeout_sec", config.agent.timeout_sec)),
+        verifier_timeout_s=float(granted("verifier_timeout_s", "verifier.timeout_sec", verifier_s)),
+        build_timeout_s=float(granted("build_timeout_s", "environment.build_timeout_sec", build_s)),
+        cpus=float(granted("cpus", "environment.cpus", environment.cpus)),
+        memory_mb=int(granted("memory_mb", "environment.memory_mb", environment.memory_mb)),
+        storage_mb=int(granted("storage_mb", "environment.storage_mb", environment.storage_mb)),
+    )
 
 
 def _workdir(config: TaskConfig, dockerfile: bytes, bounds: Bounds) -> str:
