@@ -16,8 +16,8 @@ from rsi.advantages import is_useful
 from rsi.chat import SYSTEM, Chat
 from rsi.engine import Engine
 from rsi.episode import EpisodeLimits, run_episode
-from rsi.harbor.grade import Grader, collect
-from rsi.harbor.image import image_spec
+from rsi.harbor.grade import Grader
+from rsi.harbor.outputs import collect
 from rsi.sandbox import Backend, BuildError, Limits, SandboxError
 from rsi.types import Attempt, Group, Role, Stop, Task
 
@@ -104,9 +104,10 @@ async def _attempt(
     site: Site, task: Task, limits: EpisodeLimits, id: str, seed: int, temperature: float | None, instruction: str
 ) -> Attempt | None:
     try:
-        image = await site.backend.build(image_spec(task), task.limits.build_timeout_s)
-        sandbox = await site.backend.create(image, sandbox_limits(task))
+        image = await site.grader.build(task)
+        sandbox = await site.backend.create(image, sandbox_limits(task), site.grader.agent_network(task))
         try:
+            await site.grader.prepare(sandbox, task)
             trajectory = await run_episode(
                 site.engine,
                 site.chat,
@@ -123,7 +124,7 @@ async def _attempt(
             )
             if trajectory.stop is Stop.FAULT:
                 return None
-            outputs = await collect(sandbox, task.workdir)
+            outputs = await collect(sandbox, task)
         finally:
             await sandbox.close()
         verdict = await site.grader.grade(task, outputs)

@@ -182,9 +182,11 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output: int = 10_000,
+        user: str | None = None,
     ) -> ExecResult:
         """Run a command: str = `bash -c`, list = argv. Returns when the command's own process exits, not at end of
-        stream. A timeout kills all that it started. The environment is the image's plus `env`, and nothing else."""
+        stream. A timeout kills all that it started. The environment is the image's plus `env`, and nothing else. user:
+        a name or id that the sandbox knows, in place of the image's."""
         ...
 
     async def put(self, directory: str, files: Mapping[str, bytes | Entry]) -> None:
