@@ -34,15 +34,16 @@ class Case:
 
 def names_in(path: Path) -> list[str]:
     """The names of a file's tests, read without running it."""
-    names = [node.name for node in ast.parse(path.read_text()).body if hasattr(node, "name")]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, functions)]
     return [name for name in names if name.startswith("test_")]
 
 
 def run_there(
     paths: Sequence[Path], report: Path, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> list[Case]:
-    """Run the tests of some files in .venv-harbor; report: where pytest writes its XML. Where that is missing: skips, or
-    fails if RSI_REQUIRE names harbor."""
+    """Run the tests of some files in .venv-harbor; report: where pytest writes its XML. Without that environment it
+    skips, or fails where RSI_REQUIRE names harbor."""
     require("harbor")
     command = [str(HARBOR_PYTHON), "-m", "pytest", "-p", "no:cacheprovider", "-q", f"--junitxml={report}", *arguments]
     done = subprocess.run(
