@@ -25,7 +25,15 @@ from rsi.harbor.config import (
     resolve_env,
 )
 from rsi.harbor.image import image_spec, verifier_spec
-from rsi.harbor.outputs import MAX_OUTPUT_BYTES, check_outputs, collect, leads_to_tests, outputs_digest, parent_of
+from rsi.harbor.outputs import (
+    MAX_OUTPUT_BYTES,
+    artifacts,
+    check_outputs,
+    collect,
+    leads_to_tests,
+    outputs_digest,
+    parent_of,
+)
 from rsi.harbor.records import FormatError
 from rsi.harbor.task import task_config, verifier_environment
 from rsi.harbor.verdict import Graded, read_graded, tail
@@ -242,6 +250,8 @@ class Grader:
         place = _place_script(task.workdir, config.verifier_mode(step) == "shared", "" if user is None else _user(user))
         run = f"{place} || {{ echo 'rsi: cannot place the outputs' >&2; exit 125; }}; exec /tests/test.sh"
         async with self._fresh(image, limits, network) as sandbox:
+            if folders := _replaced(task, outputs, step):
+                await sandbox.exec(["rm", "-rf", "--", *folders], cwd="/", user="root")
             await sandbox.put("/", staged)
             if user is not None and _user(user):
                 await sandbox.exec(place, timeout_s=timeout_s, cwd="/", user="root")
@@ -327,6 +337,16 @@ class Grader:
             await self._solve(sandbox, task, files, _agents_time(task, step), user)
         outputs = await collect(sandbox, task, step, end)
         return StepRun(step.name, await self._grade(task, outputs, step=step))
+
+
+def _replaced(task: Task, outputs: Mapping[str, Entry], step: StepConfig | None) -> list[str]:
+    """The directories of a separate verifier's image that artifacts take the place of, and do not mix with."""
+    config = task_config(task)
+    if config.verifier_mode(step) == "shared":
+        return []
+    sources = [artifact.source.strip("/") for artifact in artifacts(config, step)]
+    kept = [path for path in sources if path in outputs and outputs[path].kind == "dir" and not _is_ours(path, "")]
+    return [f"/{path}" for path in kept]
 
 
 def _place_script(workdir: str, is_shared: bool, user: str) -> str:

@@ -82,8 +82,12 @@ def refusals(files: Mapping[str, bytes], config: TaskConfig) -> list[str]:
             found.append(_no_allowlist(name))
         found += [f"{name}.collect: no service is called {h.service}" for h in verifier.collect if h.service != MAIN]
     artifacts = [*config.artifacts, *(entry for step in config.steps or () for entry in step.artifacts)]
-    services = [artifact_of(entry).service for entry in artifacts]
-    found += [f"artifacts: no service is called {service}" for service in services if service not in (None, MAIN)]
+    for artifact in map(artifact_of, artifacts):
+        if artifact.service not in (None, MAIN):
+            found.append(f"artifacts: no service is called {artifact.service}")
+        if not artifact.source.startswith("/"):
+            # Harbor looks in the workdir whether it is a directory, and its docker provider then copies it from /.
+            found.append(f"artifacts: {artifact.source} is relative to the workdir or to /; write it from / on")
     return found
 
 

@@ -34,7 +34,7 @@ async def collect(sandbox: Sandbox, task: Task, step: StepConfig | None = None, 
         await sandbox.kill_all()
     if config.verifier_mode(step) == "shared":
         return await sandbox.get(task.workdir, MAX_OUTPUT_BYTES)
-    return await get_artifacts(sandbox, config, step, task.workdir)
+    return await get_artifacts(sandbox, config, step)
 
 
 async def run_hooks(sandbox: Sandbox, config: TaskConfig, step: StepConfig | None = None) -> None:
@@ -45,13 +45,11 @@ async def run_hooks(sandbox: Sandbox, config: TaskConfig, step: StepConfig | Non
         await sandbox.exec(hook.command, timeout_s=hook.timeout_sec, user=user)
 
 
-async def get_artifacts(
-    sandbox: Sandbox, config: TaskConfig, step: StepConfig | None, workdir: str
-) -> dict[str, Entry]:
+async def get_artifacts(sandbox: Sandbox, config: TaskConfig, step: StepConfig | None) -> dict[str, Entry]:
     """The declared artifacts and /logs/artifacts, by path relative to /; one that is missing is left out."""
     found: dict[str, Entry] = {}
     for artifact in artifacts(config, step):
-        source = posixpath.normpath(posixpath.join("/", workdir, artifact.source))
+        source = posixpath.normpath(artifact.source)
         entries = await sandbox.get(source, MAX_OUTPUT_BYTES)
         if set(entries) == {posixpath.basename(source)} and not await _is_folder(sandbox, source):
             found[source.lstrip("/")] = entries[posixpath.basename(source)]

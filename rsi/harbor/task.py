@@ -328,7 +328,7 @@ def _instruction(path: str, content: bytes, bounds: Bounds) -> str:
     if "\0" in text:
         raise TaskError(f"{path} has a NUL character; remove it")
     text = strip_canary(text).strip()
-    if not text:
+    if not text and bounds.only_plain:
         raise TaskError(f"{path} is empty; say what is to be done")
     return text
 

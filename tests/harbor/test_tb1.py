@@ -32,12 +32,9 @@ V1 = {
 }
 
 
-def v1(yaml_lines: str = "", compose: str = "", **files: bytes) -> Imported:
-    changed = dict(V1)
-    if compose:
-        changed["docker-compose.yaml"] = compose.encode()
-    changed["task.yaml"] += yaml_lines.encode()
-    return import_files({**changed, **files}, "v1/sort")
+def v1(files: Mapping[str, bytes] | None = None, lines: str = "", compose: str = COMPOSE) -> Imported:
+    changed = V1 | {"task.yaml": V1["task.yaml"] + lines.encode(), "docker-compose.yaml": compose.encode()}
+    return import_files({**changed, **(files or {})}, "v1/sort")
 
 
 def test_each_part_finds_its_place() -> None:
@@ -79,9 +76,11 @@ def test_an_imported_task_rewards_its_solution_and_not_its_absence(with_grader) 
         ({"docker-compose.yaml": b"services: {client: {build: ., environment: {A: [x]}}}"}, "", "not plain text"),
     ],
 )
-def test_what_would_be_graded_otherwise_is_refused_by_name(files: Mapping[str, bytes], lines: str, complaint: str):
+def test_what_would_be_graded_otherwise_is_refused_by_name(
+    files: Mapping[str, bytes], lines: str, complaint: str
+) -> None:
     with pytest.raises(FormatError, match=complaint):
-        v1(lines, **files)
+        v1(files, lines)
 
 
 def test_missing_parts_are_named() -> None:
@@ -103,7 +102,7 @@ def test_what_compose_says_of_one_service_goes_into_the_dockerfile() -> None:
 
 def test_several_services_stay_compose_with_the_main_one_renamed() -> None:
     compose = COMPOSE + "    privileged: true\n  db:\n    build: {context: ./db}\n    depends_on: [client]\n"
-    imported = v1(compose=compose, **{"db/Dockerfile": b"FROM db\n", "db/data": b"d"})
+    imported = v1({"db/Dockerfile": b"FROM db\n", "db/data": b"d"}, compose=compose)
     written = yaml.safe_load(imported.files["environment/docker-compose.yaml"])
     assert list(written["services"]) == ["main", "db"]
     assert written["services"]["main"]["privileged"] is True
@@ -115,7 +114,7 @@ def test_several_services_stay_compose_with_the_main_one_renamed() -> None:
 
 def test_tests_and_solutions_in_the_image_are_flagged_as_leaks() -> None:
     dockerfile = V1["Dockerfile"] + b"COPY ./tests /old\nADD solution.sh /s\n"
-    imported = v1(**{"Dockerfile": dockerfile})
+    imported = v1({"Dockerfile": dockerfile})
     assert "environment/tests/test_outputs.py" in imported.files and "environment/solution.sh" in imported.files
     assert [note.split()[0] for note in imported.notes] == ["leak:", "leak:"]
 

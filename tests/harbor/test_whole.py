@@ -100,7 +100,7 @@ def test_a_health_check_is_waited_for_and_one_that_never_passes_is_a_fault(with_
 # ---- separate verifiers
 
 
-SEPARATE = b'artifacts = ["/app/rilo.txt", { source = "out", exclude = ["*.log"] }]\n'
+SEPARATE = b'artifacts = ["/app/rilo.txt", { source = "/app/out", exclude = ["*.log"] }]\n'
 
 
 def separate(toml: bytes, **files: bytes) -> Task:
@@ -113,6 +113,18 @@ def separate(toml: bytes, **files: bytes) -> Task:
 def test_only_artifacts_reach_a_separate_verifier_at_their_own_paths(with_grader) -> None:
     async def main(grader: Grader, _: Backend) -> None:
         assert await oracle_and_nop(grader, separate(b"")) == (1.0, 0.0)
+
+    with_grader(main)
+
+
+def test_a_folder_among_the_artifacts_replaces_the_verifiers_own(with_grader) -> None:
+    dockerfile = DOCKERFILE + b"RUN mkdir /app/out && touch /app/out/a.txt /app/out/stale\n"
+    solve = b"sort kamo.txt >rilo.txt\necho 1 >out/a.txt\nrm out/stale\n"
+    test = reward_of("[ -s /app/out/a.txt ] && ! [ -e /app/out/stale ]")
+    files = {"environment/Dockerfile": dockerfile, "solution/solve.sh": solve, "tests/test.sh": test}
+
+    async def main(grader: Grader, _: Backend) -> None:
+        assert await oracle_and_nop(grader, separate(b"", **files)) == (1.0, 0.0)
 
     with_grader(main)
 
@@ -307,11 +319,12 @@ def test_a_server_of_one_step_is_there_in_the_next_and_gone_after_the_last(with_
         (b'[verifier]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.b"]\n', "verifier.network_mode = allowlist"),
         (b"[verifier.environment]\ngpus = 1\n", "verifier.environment.gpus"),
         (b'[[verifier.collect]]\ncommand = "x"\nservice = "db"\n', "no service is called db"),
+        (b"[[steps]]\nname = 'a'\nartifacts = ['out']\n", "out is relative to the workdir or to /"),
     ],
 )
 def test_what_our_sandboxes_lack_is_read_and_refused_by_name(toml: bytes, complaint: str) -> None:
-    windows = {"tests/test.bat": b"", "solution/solve.bat": b""}
-    task = whole(toml, **windows)
+    extra = {"tests/test.bat": b"", "solution/solve.bat": b"", "steps/a/instruction.md": b"x"}
+    task = whole(toml, **extra)
     with pytest.raises(BuildError, match=complaint):
         image_spec(task)
 
