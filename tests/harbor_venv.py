@@ -52,7 +52,7 @@ def run_there(
         env={**os.environ, **QUIET, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1200,
     )
     if not report.exists():
         pytest.fail(f"pytest in .venv-harbor ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")

@@ -147,14 +147,14 @@ class Grader:
 
     # ---- the agent's sandbox
 
-    async def build(self, task: Task, step: StepConfig | None = None) -> Image:
+    async def build(self, task: Task) -> Image:
         """The agent's image: its user and variables are the task's. Raises BuildError for what its author wrote,
         SandboxError for our faults."""
         image = await self._backend.build(image_spec(task), task.limits.build_timeout_s)
         config = task_config(task)
-        user = step.agent.user if step and step.agent.user is not None else config.agent.user
         env = dict(image.env) | self._resolve(config.environment.env)
-        return replace(image, env=tuple(sorted(env.items())), user=image.user if user is None else _user(user))
+        user = image.user if config.agent.user is None else _user(config.agent.user)
+        return replace(image, env=tuple(sorted(env.items())), user=user)
 
     async def prepare(self, sandbox: Sandbox, task: Task) -> None:
         """What Harbor does between the start of a container and its agent, where a task asks for any of it: the log
@@ -181,8 +181,9 @@ class Grader:
     async def initial(self, task: Task) -> dict[str, Entry]:
         """What `collect` brings of an instance in which nothing was done; of a plain task, the workdir as the image has
         it."""
-        image = await self.build(task)
-        key = image.id if task_config(task).verifier_mode() == "shared" else task.id
+        image, config = await self.build(task), task_config(task)
+        runs_more = bool(config.verifier.collect or config.environment.healthcheck)
+        key = task.id if runs_more or config.verifier_mode() == "separate" else image.id
         if key not in self._initial:
             if len(self._initial) >= KEPT_VERDICTS // 16:
                 self._initial.clear()

@@ -89,7 +89,9 @@ rm -rf "$folder"
 # Whoever still holds a stream of a command that ran out of time; in rounds, for what forks on meanwhile.
 END = r"""
 for round in 1 2 3; do for fd in /proc/[0-9]*/fd/[012]; do
-case $(readlink "$fd" 2>/dev/null) in "/tmp/.$1"/*) fd=${fd#/proc/}; kill -9 "${fd%%/*}" ;; esac; done; done; true"""
+case $(readlink "$fd" 2>/dev/null) in "/tmp/.$1"/*) fd=${fd#/proc/}; kill -9 "${fd%%/*}" ;; esac; done; done
+rm -rf "/tmp/.$1"
+"""
 CLEAR = r"""
 cd -- "$1" && while read -r -d "" p; do [ -L "$p" ] || [ ! -d "$p" ] || rm -rf -- "$p"; done <"$2"; rm -f "$2"
 """
@@ -102,6 +104,7 @@ tar --format=gnu --numeric-owner --hard-dereference -cf - "$1" | head -c "$3" >"
 case ${PIPESTATUS[0]} in 0|1|141) exit 0 ;; *) exit 3 ;; esac
 """
 RUN_AND_REPORT = f'{RUN}set -- "$nonce" "$keep"{REPORT}'
+INPUTS = "/tmp/.rsi-exec-"
 MAX_PATH = 4096
 """A longer one cannot be named by any call of the kernel."""
 
@@ -191,7 +194,16 @@ class HarborSandbox:
             timeout_sec=math.ceil(timeout_s + SPARE_S),
             user=(self.image.user or "root") if user is None else user,
         )
-        done = await self._call("a command", call, timeout_s + 2 * SPARE_S)
+        try:
+            done = await self._call("a command", call, timeout_s + 2 * SPARE_S)
+        except asyncio.CancelledError:
+            with contextlib.suppress(SandboxError):  # a provider may only stop listening
+                await self._plain(END, nonce)
+            raise
+        finally:
+            if encoded.startswith("/"):
+                with contextlib.suppress(SandboxError):
+                    await self._plain('rm -f "$@"', *(word for word in (encoded, *argv) if word.startswith(INPUTS)))
         result = _read_report(str(done.stdout or ""), nonce, timeout_s, max_output)
         if result is None and done.return_code == 137:
             again = await self._plain(REPORT, nonce, str(max_output))
@@ -204,13 +216,14 @@ class HarborSandbox:
         return result
 
     async def _as_files(self, command: str | list[str], argv: list[str], stdin: bytes) -> tuple[list[str], str]:
-        name = f".rsi-exec-{next(self._numbers)}"
+        """A command's words and its input, where they are too long for words: as files that anyone can read."""
+        name = f"{INPUTS}{next(self._numbers)}"
         files = {f"{name}-in": Entry("file", 0o444, stdin)}
         if isinstance(command, str):
             files[f"{name}-script"] = Entry("file", 0o444, command.encode("utf-8", "surrogateescape"))
-            argv = ["bash", f"/tmp/{name}-script"]
-        await self.put("/tmp", files)
-        return argv, f"/tmp/{name}-in"
+            argv = ["bash", f"{name}-script"]
+        await self.put("/", {path[1:]: entry for path, entry in files.items()})
+        return argv, f"{name}-in"
 
     async def put(self, directory: str, files: Mapping[str, bytes | Entry]) -> None:
         self._check_alive()

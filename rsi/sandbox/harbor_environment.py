@@ -123,7 +123,11 @@ def environment_spec(folder: Path, docker_image: str | None, workdir: str | None
 @functools.cache
 def namespace_environment() -> Any:
     """The class; made here because its base is Harbor's, which the other backends do without."""
-    from harbor.environments.base import BaseEnvironment, ExecResult  # pyright: ignore[reportMissingImports]
+    from harbor.environments.base import (  # pyright: ignore[reportMissingImports]
+        BaseEnvironment,
+        ExecResult,
+        SandboxBuildFailedError,
+    )
     from harbor.environments.capabilities import (  # pyright: ignore[reportMissingImports]
         EnvironmentCapabilities,
         EnvironmentResourceCapabilities,
@@ -186,7 +190,10 @@ def namespace_environment() -> Any:
             )
             backend = _backends.take(self._taken)
             spec = environment_spec(self.environment_dir, config.docker_image, config.workdir, force_build)
-            image: Image = await backend.build(spec, config.build_timeout_sec)
+            try:
+                image: Image = await backend.build(spec, config.build_timeout_sec)
+            except BuildError as error:
+                raise SandboxBuildFailedError(str(error)) from error
             limits = Limits(
                 cpus=float(self._effective_cpus or 1.0),
                 memory_mb=self._effective_memory_mb or 2048,

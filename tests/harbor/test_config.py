@@ -143,8 +143,9 @@ def test_old_spellings_become_the_present_ones_and_are_noted() -> None:
     both = b'[environment]\nallow_internet = false\nnetwork_mode = "public"\n'
     assert parse_config(both).config.environment.network_mode == "public"
     steps = b"[[steps]]\nname = 'a'\n[steps.verifier.environment]\nallow_internet = false\n"
-    verifier = (parse_config(steps).config.steps or ())[0].verifier
-    assert verifier.environment is not None and verifier.environment.network_mode == "no-network"
+    read = parse_config(steps).config.steps
+    assert read is not None and read[0].verifier.environment is not None
+    assert read[0].verifier.environment.network_mode == "no-network"
 
 
 def test_unknown_keys_are_told_with_their_place() -> None:
