@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rsi.admission.calibrate import CalibrateConfig
-from rsi.admission.validate import ValidateConfig
+from rsi.admission.evidence import AdmissionConfig
 from rsi.chat import call_text, proposer_message
 from rsi.engine import EngineError
 from rsi.engine.scripted import Script
@@ -67,7 +67,7 @@ def run_round(
     async def run() -> ProposeResult:
         async with site_of(script) as site:
             admission = open_admission(
-                site, ValidateConfig(), CalibrateConfig(), LIMITS, held_out=None, known=known, step=2, seed=0
+                site, AdmissionConfig(), CalibrateConfig(), LIMITS, held_out=None, known=known, step=2, seed=0
             )
             return await propose(
                 site, assignments, admission, config, step=2, seed=0, memory=memory_files([]), rewards=RewardConfig()

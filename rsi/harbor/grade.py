@@ -75,6 +75,10 @@ class Grader:
         self._pending: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
         self._initial: dict[str, dict[str, Entry]] = {}
 
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
     async def grade(self, task: Task, outputs: Mapping[str, Entry], fresh: bool = False) -> Verdict:
         """The verdict on a workdir. `fresh`: run the tests even if the verdict is known.
 

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from rsi.admission.calibrate import CalibrateConfig, Calibration, calibrate
 from rsi.admission.contamination import HeldOut
-from rsi.admission.validate import ValidateConfig, Validation, snapshot, validate
+from rsi.admission.evidence import AdmissionConfig
+from rsi.admission.validate import Validation, snapshot, validate
 from rsi.chat import invalid_message, revision_message
 from rsi.episode import EpisodeLimits
 from rsi.harbor.task import TaskError, check_files, digest, task_from_files, verifier_files
@@ -129,7 +130,7 @@ class Admission:
 
 def open_admission(
     site: Site,
-    validate_config: ValidateConfig,
+    config: AdmissionConfig,
     calibrate_config: CalibrateConfig,
     limits: EpisodeLimits,
     *,
@@ -143,7 +144,7 @@ def open_admission(
     keys = {content_key(task) for task in known}
 
     return Admission(
-        validate=lambda files: validate(files, site.grader, held_out, validate_config),
+        validate=lambda files: validate(files, site.grader, held_out, config),
         snapshot=lambda files: snapshot(files, site.grader),
         measure=lambda task: measure(
             site, task, calibrate_config, limits, name=f"calibrate-{step}", seed=seed, on_progress=on_progress
