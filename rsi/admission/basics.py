@@ -31,8 +31,8 @@ INSTALLS = re.compile(
     r"go\s+(?:get|install)\b|conda\s+install\b|git\s+clone\s+\S*(?:https?|ssh|git@))"
 )
 IN_PYTHON = re.compile(r"""["']pip3?["']\s*,\s*["']install["']|pip\.main\(|["'](?:pip3?|apt-get|apt) install\b""")
-FETCHES = re.compile(r"(?:curl|wget|urlopen|requests\.\w+|HTTPSConnection)\b[^\n#]*?https?://([^\s/'\"$:)]+)")
-LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|0\.0\.0\.0|\[::1\]|\[?::1\]?)$")
+FETCHES = re.compile(r"(?:curl|wget|urlopen|requests\.\w+|HTTPSConnection)\b[^\n#]*?https?://([\w-]+(?:\.[\w-]+)+)")
+LOOPBACK = re.compile(r"^(127\.\d+\.\d+\.\d+|0\.0\.0\.0)$")
 NO_NETWORK = re.compile(
     r"Temporary failure in name resolution|Name or service not known|Could not resolve host|Network is unreachable|"
     r"unable to resolve host address|Failed to establish a new connection|getaddrinfo failed",
@@ -124,6 +124,8 @@ async def cost(evidence: Evidence) -> Finding:
     config, limits = evidence.config, evidence.task.limits
     first, seen = await asyncio.gather(evidence.reference(0), evidence.look(0))
     build_s = await evidence.build_s()
+    if first.run.exit_code is None:
+        raise Unjudged("the reference runs out of time: see reference")
     if seen.size_mb > config.max_image_mb:
         return Finding(f"the image adds {seen.size_mb:.0f} MiB to its base; {config.max_image_mb:g} are allowed")
     taken = (

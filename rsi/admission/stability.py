@@ -19,9 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rsi.admission.evidence import Evidence, Finding, Graded, RebuildingBackend, run_and_grade
+from rsi.admission.evidence import SOUND, Evidence, Finding, Graded, RebuildingBackend, run_and_grade
+from rsi.admission.start_state import StartState
 from rsi.harbor.grade import Grader
 from rsi.harbor.image import image_spec
+from rsi.harbor.verify import archive_members
 from rsi.sandbox import Backend, Entry, ExecResult, Image, Limits, Network, Sandbox
 from rsi.types import Verdict
 
@@ -37,27 +39,45 @@ LIMITS = Limits()
 
 
 async def reset(evidence: Evidence) -> Finding:
-    """A fresh instance has the start state again; so has one of an image that was built again from its first step."""
+    """A fresh instance has the start state again; so has one of an image that was built again from its first step.
+
+    A rebuilt text must be the same. Other files may hold the time of their making, as an archive or a database does:
+    they fail where the reference does.
+    """
     before = await evidence.look(0)
     await evidence.reference(0)
     if changed := before.differences(await evidence.look(1)):
         return Finding(f"two fresh instances differ in {_names(changed)}; start from files that nothing changes")
     if not any(step.run for step in image_spec(evidence.task).steps):
-        return Finding()
-    changed = before.differences(await evidence.look_rebuilt())
-    changed = [path for path in changed if not any(name in path + "/" for name in FORGETFUL)]
-    changed = [path for path in changed if before.tree.get(path, None) is None or before.tree[path].kind != "d"]
+        return SOUND
+    after = await evidence.look_rebuilt()
+    changed = [path for path in before.differences(after) if _counts(path, before, after)]
     if not changed:
-        return Finding()
-    if evidence.config.strict:
-        return Finding(f"a rebuilt image differs in {_names(changed)}; write the same bytes in every build")
+        return SOUND
+    texts = [path for path in changed if _is_text(before.files.get(path)) or _is_text(after.files.get(path))]
+    if texts or evidence.config.strict:
+        return Finding(f"a rebuilt image differs in {_names(texts or changed)}; write the same in every build")
     rebuilt = await run_and_grade(Grader(RebuildingBackend(evidence.grader.backend)), evidence.task)
     if not rebuilt.is_right and (await evidence.reference(0)).is_right:
-        return Finding(
-            f"a rebuilt image differs in {_names(changed)}, and there the reference earns {_reward(rebuilt.verdict)}; "
-            "write the same bytes in every build"
-        )
+        earns = _reward(rebuilt.verdict)
+        return Finding(f"a rebuilt image differs in {_names(changed)}, and there the reference earns {earns}")
     return Finding(note=f"a rebuilt image differs in {_names(changed)}; the reference earns 1 there too")
+
+
+def _counts(path: str, before: StartState, after: StartState) -> bool:
+    """Whether something follows from a difference there: not for directories, nor for what every build dates anew."""
+    seen = before.tree.get(path) or after.tree[path]
+    if seen.kind == "d" and path in before.tree and path in after.tree or any(name in f"{path}/" for name in FORGETFUL):
+        return False
+    members = [archive_members(path, state.files.get(path, b"")) for state in (before, after)]
+    return members[0] is None or members[0] != members[1]
+
+
+def _is_text(content: bytes | None) -> bool:
+    try:
+        return content is not None and b"\0" not in content and content.decode() is not None
+    except UnicodeDecodeError:
+        return False
 
 
 def _names(paths: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """What an agent finds: every file that an image adds to its base, seen from inside a fresh instance.
 
 Told by ctime, which no command can set back: what is newer than the newest file of the bare base was added. Contents
-come out as tar, for files small enough to be read by a person; of the others the hash.
+come out as tar, for files small enough to be read by a person; of the others the hash, above 64 MiB the size alone.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ MAX_CONTENT_BYTES = 32 << 20
 MAX_FILE_KB = 256
 """A larger file is known by its hash alone."""
 LOOK_S = 60.0
-NEWEST = "find / -xdev -printf '%C@\\n' | sort -n | tail -n 1"
-LIST = "find / -xdev -newerct @{since} -printf '%y %m %U %G %s\\0%p\\0%l\\0'"
-HASH = "find / -xdev -newerct @{since} -type f -print0 | xargs -0 -r sha256sum -z --"
+OURS = "! -path /.dockerenv ! -path /etc/hosts ! -path /etc/hostname ! -path /etc/resolv.conf"
+"""What a container runtime writes at every start."""
+NEWEST = f"find / -xdev ! -type d {OURS} -printf '%C@\\n' | sort -n | tail -n 1"
+"""Directories of the root are made anew at every start; files of a base are as they were."""
+LIST = f"find / -xdev {OURS} -newerct @{{since}} -printf '%y %m %U %G %s\\0%p\\0%l\\0'"
+HASH = f"find / -xdev {OURS} -newerct @{{since}} -type f -size -65537k -print0 | xargs -0 -r sha256sum -z --"
 PACK = (
-    "find / -xdev -newerct @{since} -type f -size -{kb}k -print0 | "
+    f"find / -xdev {OURS} -newerct @{{since}} -type f -size -{{kb}}k -print0 | "
     "tar -c --null --no-recursion -T - -f - 2>/dev/null | head -c {max}"
 )
 LIMITS = Limits(cpus=2.0, memory_mb=512, disk_mb=64, wall_s=4 * LOOK_S)

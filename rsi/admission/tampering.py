@@ -122,8 +122,8 @@ PLANTS: Mapping[str, str] = {
         done
         (setsid sh -c 'while sleep 0.05; do echo 1 >/logs/verifier/reward.txt; done' </dev/null >/dev/null 2>&1 &)""",
     "a log directory that is a link": r"""
-        rm -rf /logs/verifier logs; mkdir -p planted_logs; echo 1 >planted_logs/reward.txt
-        ln -sfn "$PWD/planted_logs" /logs/verifier; ln -sfn /logs/verifier logs""",
+        rm -rf /logs/verifier; mkdir -p planted_logs; echo 1 >planted_logs/reward.txt
+        ln -sfn "$PWD/planted_logs" /logs/verifier""",
     "a tool earlier on PATH": r"""
         for folder in . bin .local/bin .venv/bin node_modules/.bin /usr/local/sbin "$HOME/bin"; do
             mkdir -p "$folder" || continue

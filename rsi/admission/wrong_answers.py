@@ -183,20 +183,28 @@ async def plausible_wrong(evidence: Evidence) -> Finding:
 
 
 def wrong_outputs(start: Outputs, right: Outputs) -> Iterator[tuple[str, dict[str, Entry]]]:
-    """(what they are, outputs): the reference's, with the contents of what it made or changed replaced."""
-    made = [
-        path
-        for path, entry in right.items()
-        if entry.kind == "file" and entry.content and entry != start.get(path) and "/.git/" not in f"/{path}"
-    ]
+    """(what they are, outputs): the reference's, with the contents of what it made or changed replaced. A repository
+    would hold the right contents still: it is put back to its start."""
+    plain = {path: entry for path, entry in right.items() if not _is_of_git(path)}
+    plain |= {path: entry for path, entry in start.items() if _is_of_git(path)}
+    made = [path for path, entry in plain.items() if entry.kind == "file" and _is_new(entry, start.get(path))]
     if not made:
         return
-    yield "empty outputs", {**right, **{path: replace(right[path], content=b"") for path in made}}
-    yield "constant outputs", {**right, **{path: replace(right[path], content=CONSTANT) for path in made}}
+    yield "empty outputs", {**plain, **{path: replace(plain[path], content=b"") for path in made}}
+    yield "constant outputs", {**plain, **{path: replace(plain[path], content=CONSTANT) for path in made}}
     inputs = {path: entry for path, entry in start.items() if entry.kind == "file" and entry.content}
     if inputs:
-        copied = {path: replace(right[path], content=_nearest(path, right[path], inputs).content) for path in made}
-        yield "inputs copied to the outputs", {**right, **copied}
+        copied = {path: replace(plain[path], content=_nearest(path, plain[path], inputs).content) for path in made}
+        yield "inputs copied to the outputs", {**plain, **copied}
+
+
+def _is_of_git(path: str) -> bool:
+    return "/.git/" in f"/{path}/"
+
+
+def _is_new(entry: Entry, before: Entry | None) -> bool:
+    """Whether a file has contents that it had not at the start."""
+    return bool(entry.content) and (before is None or before.content != entry.content)
 
 
 def _nearest(path: str, output: Entry, inputs: Outputs) -> Entry:
