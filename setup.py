@@ -34,6 +34,7 @@ setup(
     package_dir={"rsi": "rsi", "rsi_eval": "eval", "rsi_kernels": "kernels"},
     package_data={
         "rsi": ["skills/*.md"],
+        "rsi.admission": ["*.c"],
         "rsi.sandbox": ["*.c", "*.sh"],
         "rsi_eval": ["*.jsonl", "*.jsonl.gz", "*.sha256"],
     },

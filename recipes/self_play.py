@@ -117,7 +117,7 @@ async def propose_round(
     entries = state.pool.entries
     admission = open_admission(
         lab.site,
-        config.validate,
+        config.admission,
         config.calibrate,
         config.solve.episode,
         held_out=state.held_out,

@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 import yaml
 
 from rsi.admission.calibrate import CalibrateConfig
-from rsi.admission.validate import ValidateConfig
+from rsi.admission.evidence import AdmissionConfig
 from rsi.engine import EngineConfig
 from rsi.loss import LossConfig
 from rsi.pool import PoolConfig
@@ -78,7 +78,7 @@ class RunConfig:
     loss: LossConfig = LossConfig()
     solve: SolveConfig = SolveConfig()
     propose: ProposeConfig = ProposeConfig()
-    validate: ValidateConfig = ValidateConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     calibrate: CalibrateConfig = CalibrateConfig()
     pool: PoolConfig = PoolConfig()
     reward: RewardConfig = RewardConfig()

@@ -49,7 +49,7 @@ async def compare(config: RunConfig, num_assignments: int, attempts: int) -> dic
             for arm in ARMS:
                 admission = open_admission(
                     lab.site,
-                    config.validate,
+                    config.admission,
                     config.calibrate,
                     config.solve.episode,
                     held_out=held_out,

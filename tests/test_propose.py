@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rsi.admission.calibrate import CalibrateConfig
-from rsi.admission.validate import ValidateConfig
+from rsi.admission.evidence import AdmissionConfig
 from rsi.chat import call_text, proposer_message
 from rsi.engine import EngineError
 from rsi.engine.scripted import Script
@@ -70,7 +70,7 @@ def run_round(
         async with site_of(script) as site:
             admission = open_admission(
                 site,
-                ValidateConfig(),
+                AdmissionConfig(),
                 CalibrateConfig(),
                 LIMITS,
                 held_out=None,

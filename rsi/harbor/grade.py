@@ -109,6 +109,10 @@ class Grader:
         self._pending: dict[tuple[str, str, str], asyncio.Task[Graded]] = {}
         self._initial: dict[str, dict[str, Entry]] = {}
 
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
     # ---- verdicts
 
     async def grade(

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from rsi.admission.calibrate import CalibrateConfig, Calibration, calibrate
 from rsi.admission.contamination import HeldOut
 from rsi.admission.duplicates import Nearest
-from rsi.admission.validate import GateResult, ValidateConfig, Validation, snapshot, validate
+from rsi.admission.evidence import AdmissionConfig
+from rsi.admission.validate import GateResult, Validation, snapshot, validate
 from rsi.chat import duplicate_message, hinted_instruction, invalid_message, revision_message
 from rsi.episode import EpisodeLimits
 from rsi.harbor.task import TaskError, check_files, digest, task_from_files, verifier_files
@@ -147,7 +148,7 @@ class Admission:
 
 def open_admission(
     site: Site,
-    validate_config: ValidateConfig,
+    config: AdmissionConfig,
     calibrate_config: CalibrateConfig,
     limits: EpisodeLimits,
     *,
@@ -168,7 +169,7 @@ def open_admission(
         return 1.0 if content_key(task) in keys else min(nearest.find(task)[1], NEAREST)
 
     return Admission(
-        validate=lambda files: validate(files, site.grader, held_out, validate_config),
+        validate=lambda files: validate(files, site.grader, held_out, config),
         snapshot=lambda files: snapshot(files, site.grader),
         measure=lambda task: measure(
             site, task, calibrate_config, limits, name=f"calibrate-{step}", seed=seed, on_progress=on_progress

@@ -20,6 +20,8 @@ DOCKERFILE = "environment/Dockerfile"
 DEFAULT_WORKDIR = "/app"
 BASE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MAX_INSTRUCTIONS = 100
+MAX_VALUE_CHARS = 64 << 10
+"""Of a line after substitution: `ENV A=$A$A`, repeated, doubles for as long as it may."""
 SUPPORTED = "FROM, WORKDIR, COPY, RUN, ENV, ARG and USER"
 RESERVED = ("/tests", "/solution", "/logs", "/proc", "/dev", "/sys", "/etc", "/usr", "/bin", "/lib", "/sbin", "/var")
 """Not a task's workdir: grading empties the workdir, and puts things of its own at the first three."""
@@ -269,6 +271,9 @@ def _substitute(build: _Build, instruction: Instruction, text: str) -> str:
             raise instruction.error(f"${name} is not set", "set it with ENV or ARG on an earlier line")
         return known[name]
 
+    longest = max(map(len, known.values()), default=0)
+    if len(text) > MAX_VALUE_CHARS or text.count("$") * longest > 4 * MAX_VALUE_CHARS:
+        raise instruction.error("is too long, or grows too long with its variables", "write a shorter line")
     return re.sub(r"\$(?:\{(\w+)(?::-([^{}]*))?\}|(\w+))", value, text)
 
 

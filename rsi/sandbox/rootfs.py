@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from rsi.sandbox import SandboxError, keys, zygote
 
-RECIPE = "1"
+RECIPE = "2"
 """Change it when what is built changes: it is part of the cache key."""
 
 PACKAGES = (
@@ -32,6 +32,9 @@ PACKAGES = (
     "gawk grep gzip hostname jq less libc-bin login mawk mount ncurses-base ncurses-bin passwd patch perl-base procps "
     "sed tar time tree unzip util-linux xxd xz-utils zip"
 ).split()
+LONE_COMMANDS = ("git",)
+"""Taken without their package, if the host has them: git's own would bring 90 MB of perl and TLS for its remote ends,
+while the one binary (4 MB) does all that can be done without a network."""
 REQUIRED_COMMANDS = "awk bash cat cp diff find grep gzip head ls mkdir mv rm sed sh sort tar tr wc xargs".split()
 OTHER_COMMANDS = (
     "base64 basename bc bunzip2 bzip2 chgrp chmod chown cksum cmp column comm csplit cut date dd df dirname du echo "
@@ -152,6 +155,7 @@ def build_base(root: str) -> None:
     _skeleton(root)
     if shutil.which("dpkg-query"):
         _copy_packages(root)
+        _copy_lone_commands(root)
     else:
         _copy_commands(root)
     _write_etc(root)
@@ -283,7 +287,7 @@ def _copy_commands(root: str) -> None:
             "give an unpacked file system as sandbox.rootfs (for example of `docker export`)"
         )
     binaries = []
-    for name in (*REQUIRED_COMMANDS, *OTHER_COMMANDS):
+    for name in (*REQUIRED_COMMANDS, *OTHER_COMMANDS, *LONE_COMMANDS):
         path = shutil.which(name)
         while path and not os.path.lexists(root + path):
             _copy_with_parents(path, root)
@@ -293,6 +297,16 @@ def _copy_commands(root: str) -> None:
             path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
     for library in _libraries(binaries):
         _copy_library(library, root)
+
+
+def _copy_lone_commands(root: str) -> None:
+    found = [path for name in LONE_COMMANDS if (path := shutil.which(name)) and not os.path.islink(path)]
+    for path in found:
+        _copy_with_parents(path, root)
+    for library in _libraries(found):
+        _copy_library(library, root)
+    if found:
+        os.makedirs(f"{root}/usr/share/git-core/templates", exist_ok=True)  # git init complains without it
 
 
 def _copy_with_parents(path: str, root: str) -> None:

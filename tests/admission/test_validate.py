@@ -3,7 +3,8 @@ from collections.abc import Mapping
 import pytest
 
 from rsi.admission.contamination import HeldOut
-from rsi.admission.validate import GateResult, ValidateConfig, Validation, snapshot, validate
+from rsi.admission.evidence import AdmissionConfig
+from rsi.admission.validate import GateResult, Validation, snapshot, validate
 from rsi.harbor.grade import Grader
 from rsi.harbor.task import TaskError, new_task_files
 from rsi.sandbox import Backend, Image, ImageSpec, Limits, Network, Sandbox, SandboxError
@@ -29,7 +30,7 @@ def files(**changed: bytes | None) -> dict[str, bytes]:
 
 def judge(with_grader, proposal: Mapping[str, bytes], held_out: HeldOut | None = None, **config) -> Validation:
     async def main(grader: Grader, _: Backend) -> Validation:
-        return await validate(proposal, grader, held_out, ValidateConfig(**config), "terminal", Lineage(revision=1))
+        return await validate(proposal, grader, held_out, AdmissionConfig(**config), "terminal", Lineage(revision=1))
 
     return with_grader(main)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rsi.admission.calibrate import CalibrateConfig
-from rsi.admission.validate import ValidateConfig
+from rsi.admission.evidence import AdmissionConfig
 from rsi.chat import Call, parse_call
 from rsi.domains.terminal import Chain, draw_chain, write_chain
 from rsi.domains.terminal_traces import ASIDES, Trace, assignment_of, draw_trace, proposer_trace, solver_trace
@@ -72,7 +72,7 @@ def test_proposer_traces_show_what_the_host_answers(direction: Direction):
         )
         async with site_of(script) as site:
             admission = open_admission(
-                site, ValidateConfig(), CalibrateConfig(), LIMITS, held_out=None, known=[], step=0, seed=0
+                site, AdmissionConfig(), CalibrateConfig(), LIMITS, held_out=None, known=[], step=0, seed=0
             )
             assignment = assignment_of(chain, direction, np.random.default_rng(0))
             config = ProposeConfig(assignments=1, attempts=1, max_revisions=0, train=False, episode=LIMITS)
