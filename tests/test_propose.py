@@ -211,7 +211,7 @@ def test_of_twins_in_a_group_the_first_is_admitted():
 
 
 def test_a_copy_of_a_task_in_the_pool_is_a_duplicate_and_costs_no_calibration():
-    copy = "cp -r assignment/parent/. output/task; sed -i s/rsi.sort/rsi.new/ output/task/task.toml"
+    copy = "cp -r assignment/parent/. output/task; sed -i s,rsi/sort,rsi/new, output/task/task.toml"
     proposal = run_one(both_roles([copy, "Done."], one_call_each([])), replace(CONFIG, max_revisions=0), known=[PARENT])
     assert (proposal.ruling.outcome, proposal.ruling.message) == (
         "duplicate",
