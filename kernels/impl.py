@@ -81,12 +81,11 @@ def _require_triton(device: torch.device) -> None:
 
 def _require_cuda(device: torch.device, has_cuda_source: bool) -> None:
     if not has_cuda_source:
-        raise ValueError("impl=cuda: this op has no CUDA source; use impl=auto, triton or torch")
-    if device.type != "cuda" or not _cuda_library():
-        raise ValueError(
-            f"impl=cuda needs a GPU and the built library; found a tensor on {device.type}, nvcc or a library "
-            f"{'there' if _cuda_library() else 'missing (install the CUDA toolkit, or set RSI_NVCC)'}; use impl=auto"
-        )
+        raise ValueError("impl=cuda: no CUDA source for this op and shape; use impl=auto, triton or torch")
+    if device.type != "cuda":
+        raise ValueError(f"impl=cuda wants tensors on a GPU, found one on {device.type}; use impl=auto")
+    if not _cuda_library():
+        raise ValueError("impl=cuda: no built library and no nvcc; put nvcc on PATH, set RSI_NVCC, or use impl=auto")
 
 
 def _cuda_library() -> bool:

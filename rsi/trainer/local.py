@@ -129,7 +129,8 @@ class LocalTrainer:
         hidden_RSH = self.model.model(input_ids=microbatch.tokens.to(device), use_cache=False).last_hidden_state
         hidden_MH = hidden_RSH.flatten(0, 1)[microbatch.where.to(device)]
         labels = torch.from_numpy(batch.labels)[microbatch.source].to(device)
-        return linear_logprob(hidden_MH, self.model.get_output_embeddings().weight, labels, temperature=1.0)
+        impl = "torch" if self._model_config.kernels == "off" else "auto"
+        return linear_logprob(hidden_MH, self.model.get_output_embeddings().weight, labels, temperature=1.0, impl=impl)
 
     def _grad_norm(self) -> float:
         """Hand the gradients to the masters and clip them; returns the norm before clipping."""
