@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,3 +64,32 @@ def test_a_broken_nvcc_is_a_warning(monkeypatch, tmp_path: Path, caplog: pytest.
 def test_it_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("RSI_SKIP_CUDA", "1")
     assert cuda_library.find_nvcc() is None and cuda_library.load() is None
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "said", "built"),
+    [
+        ("#!/bin/sh\nfor out; do :; done; echo library > $out", "", True),
+        ("#!/bin/sh\necho this compiler is broken >&2; exit 1", "left out: .*this compiler is broken", False),
+        (None, "no nvcc, CUDA kernels left out", False),
+    ],
+)
+def test_an_install_never_fails_for_want_of_a_compiler(repo: Path, tmp_path: Path, nvcc, said: str, built: bool):
+    source = tmp_path / "source"
+    for name in ("setup.py", "README.md", "LICENSE"):
+        source.mkdir(exist_ok=True)
+        shutil.copy(repo / name, source / name)
+    for room in ("rsi", "eval", "kernels"):
+        shutil.copytree(repo / room, source / room)
+    env = os.environ | {"RSI_SKIP_CUDA": "1"}
+    if nvcc is not None:
+        (tmp_path / "nvcc").write_text(nvcc)
+        (tmp_path / "nvcc").chmod(0o755)
+        env |= {"RSI_SKIP_CUDA": "0", "RSI_NVCC": str(tmp_path / "nvcc")}
+    command = [sys.executable, "setup.py", "build_py", "--build-lib", str(tmp_path / "built")]
+    done = subprocess.run(command, cwd=source, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert re.search(said, done.stdout, re.S)
+    files = {path.name for path in (tmp_path / "built" / "rsi_kernels").rglob("*")}
+    assert (cuda_library.SHIPPED in files) == built
+    assert {"route.cu", "route.py", "cuda_library.py"} <= files

@@ -143,7 +143,7 @@ def test_arguments_that_do_not_fit_are_refused(logits: Tensor, options: dict[str
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("tl.min(tl.where(left == logit[:, None], e[None, :], EP), 1)", "tl.argmax(left, 1, tie_break_left=False)"),
+        ("tl.min(tl.where(left == logit[:, None], e[None, :], EP), 1)", "tl.max((left == logit[:, None]) * e, 1)"),
         ("p = p / total[:, None]", "pass"),
         ("weights = weights / tl.sum(weights, 1)[:, None]", "pass"),
         ("& ok[:, None], 1, 0)", ", 1, 0)"),
