@@ -1,4 +1,6 @@
 """The router in Triton: a tile of tokens a program, all of a token's experts in registers."""
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# (to pyright a kernel is the Python function that it looks like)
 
 from __future__ import annotations
 

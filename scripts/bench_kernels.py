@@ -11,13 +11,14 @@ On a GPU: first its ceilings (an 8.6 GB copy, a bfloat16 product of 8192, each o
 the same data, then median time and peak memory of each op beside torch, Liger and TRL where they can be imported.
 GPU results also go to kernels/results/<gpu>.json. Keys of --json: device, commit, versions, and on a CPU
 logprob_memory_ratio (the worse of both ops; ours / naive), grpo_time_ratio, logprob_time_ratio (ours / naive),
-experts_fwd_ratio, experts_bwd_ratio (eager / ours), with what they were made of; on a GPU ceilings, errors, and for each
-op {"ms", "floor_ms", "fraction_of_bare_gemms", "over_torch", "over_liger", "over_trl"}.
+experts_fwd_ratio, experts_bwd_ratio (eager / ours), with what they were made of; on a GPU ceilings, errors, and for
+each op {"ms", "floor_ms", "fraction_of_bare_gemms", "over_torch", "over_liger", "over_trl"}.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import subprocess
@@ -223,7 +224,7 @@ def gpu_report(tokens: int) -> dict[str, Any]:
 def gpu_ceilings(ms: Callable[[Step], float]) -> dict[str, float]:
     source = torch.empty(4_300_000_000, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    copied = 2 * source.numel() / ms(lambda: target.copy_(source)) / 1e9
+    copied = 2 * source.numel() / ms(functools.partial(target.copy_, source)) / 1e9
     del source, target
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return {"copy_tb_s": copied, "bf16_tflop_s": 2 * 8192**3 / ms(lambda: a @ b) / 1e9}

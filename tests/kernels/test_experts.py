@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ def some_ids(tokens: int, num_experts: int, k: int) -> Tensor:
     return torch.stack(rows).int().to(DEVICE)
 
 
-def operands(tokens: int, hidden: int, inner: int, num_experts: int, k: int, dtype=torch.float32) -> list[Tensor]:
+def operands(tokens: int, hidden: int, inner: int, num_experts: int, k: int, dtype=torch.float32) -> Any:
     generator = torch.Generator().manual_seed(tokens + inner)
     rand = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, dtype)  # noqa: E731
     x, w_gate_up = rand(tokens, hidden), rand(num_experts, 2 * inner, hidden) / hidden**0.5
@@ -37,9 +39,9 @@ def grads(y: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
 def check_experts(impl: Impl, ids: Tensor, num_experts: int, dtype=torch.float32, inner: int = 24) -> None:
     """Raises AssertionError if the result or a gradient is off. inner=24 is no power of two."""
     args = operands(ids.shape[0], 16, inner, num_experts, ids.shape[1], dtype)
-    y = experts(*args, *permute(ids, num_experts, impl=impl), impl=impl)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    wide = [leaf(t.double()) for t in args]
-    reference = experts_reference(*wide, ids)  # pyright: ignore[reportCallIssue]
+    y = experts(*args, *permute(ids, num_experts, impl=impl), impl=impl)
+    wide: Any = [leaf(t.double()) for t in args]
+    reference = experts_reference(*wide, ids)
     bound = FP32 if dtype == torch.float32 else 2 * BF16  # through three tensors that are stored in bfloat16
     assert y.dtype == dtype and rel(y, reference) < bound
     for ours, expected, arg in zip(grads(y, args), grads(reference, wide), args, strict=True):
@@ -66,7 +68,7 @@ def test_slots_of_other_ranks_add_nothing_and_get_no_gradient(impl: Impl):
     check_experts(impl, ids, 16)
     weights = leaf(torch.rand(37, 4, device=DEVICE))
     args = operands(37, 16, 24, 16, 4)[:3]
-    y = experts(*args, weights, *permute(ids, 16, impl=impl), impl=impl)  # pyright: ignore[reportCallIssue]
+    y = experts(*args, weights, *permute(ids, 16, impl=impl), impl=impl)
     assert not torch.autograd.grad(y.sum(), weights)[0][ids == 16].any()
 
 
@@ -74,7 +76,7 @@ def test_slots_of_other_ranks_add_nothing_and_get_no_gradient(impl: Impl):
 def test_no_tokens_give_no_rows(impl: Impl):
     args = operands(0, 16, 24, 4, 2)
     sorted_ids = permute(torch.zeros(0, 2, dtype=torch.int32, device=DEVICE), 4, impl=impl)
-    y = experts(*args, *sorted_ids, impl=impl)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    y = experts(*args, *sorted_ids, impl=impl)
     y.sum().backward()
     assert y.shape == (0, 16) and args[1].grad is not None and not args[1].grad.any()
 
@@ -105,11 +107,11 @@ def test_combine_matches_float64_and_skips_rows_of_nobody(impl: Impl, weighted: 
 
 
 def test_gradcheck_in_float64():
-    args = [leaf(t.double()) for t in operands(5, 3, 4, 4, 2)]
+    args: Any = [leaf(t.double()) for t in operands(5, 3, 4, 4, 2)]
     ids = some_ids(5, 4, 2)
     ids[0, 0] = 4
     sorted_ids = permute(ids, 4)
-    assert torch.autograd.gradcheck(lambda *a: experts(*a, *sorted_ids), args)  # pyright: ignore[reportArgumentType]
+    assert torch.autograd.gradcheck(lambda *a: experts(*a, *sorted_ids), args)
     rows = leaf(torch.randn(10, 3, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda r, w: combine(r, w, sorted_ids[1], 2), (rows, args[3]))
 

@@ -16,26 +16,28 @@ from tests.kernels.checks import DEVICE, rel
 def qwen3(**changes: Any) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config: Any = Qwen3MoeConfig(
+    config: Any = Qwen3MoeConfig(  # pyright: ignore[reportCallIssue]
         vocab_size=60, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,
-        initializer_range=0.2, **changes,
-    )  # pyright: ignore[reportCallIssue]  # fmt: skip
+        num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, initializer_range=0.2,
+        **({"head_dim": 8} | changes),
+    )  # fmt: skip
     torch.manual_seed(0)
-    return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager").to(DEVICE)
+    model: Any = Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
+    return model.to(DEVICE)
 
 
 def qwen3_5() -> Any:
     from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
-    config: Any = Qwen3_5MoeTextConfig(
+    config: Any = Qwen3_5MoeTextConfig(  # pyright: ignore[reportCallIssue]
         vocab_size=60, hidden_size=32, moe_intermediate_size=24, shared_expert_intermediate_size=16,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8,
         num_experts_per_tok=2, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
         linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"], initializer_range=0.2,
-    )  # pyright: ignore[reportCallIssue]  # fmt: skip
+    )  # fmt: skip
     torch.manual_seed(0)
-    return Qwen3_5MoeForCausalLM._from_config(config, experts_implementation="eager").to(DEVICE)
+    model: Any = Qwen3_5MoeForCausalLM._from_config(config, experts_implementation="eager")
+    return model.to(DEVICE)
 
 
 def outcome(model: Any) -> dict[str, torch.Tensor]:

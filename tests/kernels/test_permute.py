@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import rsi_kernels
 from rsi_kernels.impl import Impl
 from rsi_kernels.permute import permute
 from tests.kernels.checks import BOTH, DEVICE, plant_in_module
@@ -86,7 +85,7 @@ def test_ids_that_are_not_a_table_are_refused():
 def test_a_fault_planted_in_the_triton_kernels_is_caught(monkeypatch, tmp_path, old: str, new: str):
     plant_in_module(monkeypatch, tmp_path, "permute_triton", old, new)
     if DEVICE == "cpu":
-        rsi_kernels.permute_triton.TILE = 16
+        monkeypatch.setattr("rsi_kernels.permute_triton.TILE", 16)
     ids = spread(71, 16, 4)
     ids[ids % 3 == 0] = 16
     with pytest.raises((AssertionError, IndexError)):

@@ -137,7 +137,7 @@ def test_opcheck_finds_schema_fake_and_autograd_in_order():
 )
 def test_arguments_that_do_not_fit_are_refused(logits: Tensor, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        route(logits, **({"k": 2} | options))
+        route(logits, **({"k": 2} | options))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
