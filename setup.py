@@ -5,10 +5,44 @@ neither folder has an `__init__.py`, and every package is listed here by hand. T
 `scripts/locks/` says what was measured.
 """
 
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 TORCH = ["torch>=2.11,<2.15", "transformers>=5.17,<5.21", "tokenizers>=0.23.1,<0.24", "safetensors>=0.8"]
 ON_DISK = ["tensorboard>=2.20", "einops>=0.8", "datasets>=5.2,<6"]
+
+
+class BuildWithCuda(build_py):
+    """Puts the CUDA kernels into the wheel where nvcc builds them; an install never fails for want of them."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # nothing is copied: the library is built at first use
+            return
+        library = cuda_library()
+        nvcc = library.find_nvcc()
+        if nvcc is None:
+            print("rsi_kernels: no nvcc, CUDA kernels left out")
+            return
+        try:
+            library.build(nvcc, Path(self.build_lib) / "rsi_kernels" / library.SHIPPED)
+        except Exception as error:
+            print(f"rsi_kernels: CUDA kernels left out: {error}")
+
+
+def cuda_library() -> ModuleType:
+    """kernels/cuda_library.py, which runs on the standard library alone."""
+    path = Path(__file__).resolve().parent / "kernels" / "cuda_library.py"
+    spec = importlib.util.spec_from_file_location("cuda_library", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 setup(
     name="rsi",
@@ -36,8 +70,10 @@ setup(
         "rsi": ["skills/*.md"],
         "rsi.admission": ["*.c"],
         "rsi.sandbox": ["*.c", "*.sh"],
+        "rsi_kernels": ["csrc/*.cu"],
         "rsi_eval": ["*.jsonl", "*.jsonl.gz", "*.sha256"],
     },
+    cmdclass={"build_py": BuildWithCuda},
     entry_points={"console_scripts": ["rsi = rsi.cli:main"]},
     install_requires=[
         "numpy>=2",
@@ -58,6 +94,7 @@ setup(
         "docker": ["docker>=7.1,<8"],
         "terminal": ["pyte>=0.8"],
         "harbor": ["harbor>=0.26,<0.27; python_version >= '3.12'"],
-        "dev": ["ruff>=0.17", "pyright[nodejs]>=1.1.414"],
+        # torch brings its own triton on GPUs; its CPU wheels bring none, and the kernels' tests run the interpreter.
+        "dev": ["ruff>=0.17", "pyright[nodejs]>=1.1.414", "triton>=3.6,<3.8"],
     },
 )

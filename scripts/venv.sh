@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv beside setup.py and installs the pinned CPU packages and rsi itself; does nothing where that is done.
-#   scripts/venv.sh [dev]      dev adds ruff and pyright
+#   scripts/venv.sh [dev]      dev adds ruff, pyright and triton
 # PYTHON             interpreter to use (default: the first of python3, python3.12, python3.11 that is 3.11 or 3.12)
 # TORCH_CPU_INDEX    an index that has CPU wheels of torch, handed to pip as an extra index
 # TORCH_CPU_WHEELS   a folder (or page) that has them, handed to pip as find-links
@@ -65,7 +65,7 @@ if ! fresh .venv/.cpu "$cpu_digest"; then
     printf '%s\n' "$cpu_digest" >.venv/.cpu
 fi
 if [ "${1:-}" = dev ] && ! fresh .venv/.dev "$dev_digest"; then
-    say "installing ruff and pyright"
+    say "installing ruff, pyright and triton (700 MB)"
     pip_install -r scripts/locks/dev.txt
     printf '%s\n' "$dev_digest" >.venv/.dev
 fi

@@ -1,4 +1,5 @@
-"""What holds for every test: no network for model hubs, one thread a process (two cores are shared by everything)."""
+"""What holds for every test: no network for model hubs, one thread a process (two cores are shared by everything), and
+Triton in its interpreter where there is no GPU (Triton reads that when it is first imported, by whomever)."""
 
 import asyncio
 import os
@@ -14,6 +15,8 @@ from rsi.sandbox import Backend, SandboxConfig, build_backend
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is first imported
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 Run = Callable[[Callable[[Grader, Backend], Awaitable[Any]]], Any]

@@ -24,6 +24,9 @@ class ModelConfig:
     """Of the parameters while training; router and head are computed in float32 either way."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """flash_attention_2 needs a GPU and `pip install 'rsi[gpu]'`."""
+    kernels: Literal["auto", "off"] = "auto"
+    """Head, routers and experts. auto: rsi_kernels (CUDA or Triton on Hopper and newer, torch elsewhere); off: the
+    experts of transformers and plain torch."""
     thinking: bool = False
     """Leave the model's thinking on; off, templates that know it emit an empty think block."""
 

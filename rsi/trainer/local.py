@@ -22,7 +22,7 @@ from rsi.trainer import ModelConfig, TrainerConfig
 from rsi.trainer.checkpoint import TrainerState, find, load_state, save
 from rsi.trainer.qwen_moe import load_model
 from rsi.types import Batch
-from rsi_kernels.logprobs import token_logprobs
+from rsi_kernels.linear_logprob import linear_logprob
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class LocalTrainer:
         hidden_RSH = self.model.model(input_ids=microbatch.tokens.to(device), use_cache=False).last_hidden_state
         hidden_MH = hidden_RSH.flatten(0, 1)[microbatch.where.to(device)]
         labels = torch.from_numpy(batch.labels)[microbatch.source].to(device)
-        return token_logprobs(hidden_MH, self.model.get_output_embeddings().weight, labels)
+        impl = "torch" if self._model_config.kernels == "off" else "auto"
+        return linear_logprob(hidden_MH, self.model.get_output_embeddings().weight, labels, temperature=1.0, impl=impl)
 
     def _grad_norm(self) -> float:
         """Hand the gradients to the masters and clip them; returns the norm before clipping."""

@@ -1,9 +1,9 @@
 """Loads any Qwen-class causal language model of transformers the way the trainer and the engine need it.
 
-Departures from a plain `from_pretrained`: experts run as grouped matrix products (equal to the eager loop bit for bit
-in float32, and faster), routers compute in float32 whatever the weights are (4.01 and 4.00 tie in bfloat16), the
-router's auxiliary loss is off in so many words, and a weight that the checkpoint lacks stops the load instead of being
-made up.
+Departures from a plain `from_pretrained`: experts and routers run on `rsi_kernels` (with model.kernels=off, experts as
+transformers' grouped matrix products, equal to the eager loop bit for bit in float32), routers compute in float32
+whatever the weights are (4.01 and 4.00 tie in bfloat16), the router's auxiliary loss is off in so many words, and a
+weight that the checkpoint lacks stops the load instead of being made up.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rsi.trainer import ModelConfig
+from rsi_kernels.install import install
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER = ("tokenizer.json", "vocab.json")
@@ -61,7 +62,10 @@ def load_model(config: ModelConfig) -> tuple[Any, Any]:
         module.config.output_router_logits = False
         module.config.router_aux_loss_coef = 0.0
         module.router_aux_loss_coef = 0.0
-        route_in_float32(module)
+        if config.kernels == "off":
+            route_in_float32(module)
+        else:
+            install(module)
     tokenizer = AutoTokenizer.from_pretrained(config.path)
     rows = module.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
