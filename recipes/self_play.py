@@ -49,7 +49,7 @@ async def self_play(config: RunConfig, run: RunDir, lab: Lab) -> None:
         with run.phase("solve"):
             solved = await solve_round(config, lab, pool, step, rng, watch)
         with run.phase("train"):
-            samples = to_samples([*solved.groups, *proposed.groups])
+            samples = to_samples([*solved.groups, *proposed.groups], config.advantage)
             metrics = policy.update(pack(samples)) if samples else {}
         if (step + 1) % config.pool.review_every == 0:
             with run.phase("review"):

@@ -34,6 +34,8 @@ class TrainerConfig:
 
     backend: Literal["local"] = "local"
     """local: one process, plain AdamW."""
+    layout: Literal["padded", "packed"] = "padded"
+    """padded: a document a row. packed: documents end to end in one row, nothing wasted on padding."""
     lr: float = 1e-6
     """Constant after the warm-up (AutoEnvScaling, arXiv 2610.14163)."""
     warmup_steps: int = 0
@@ -43,9 +45,18 @@ class TrainerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
     microbatch_tokens: int = 8192
-    """Padded tokens of one forward. Fastest: on a GPU all that memory holds, on a CPU near 2048 (its caches)."""
+    """Tokens of one forward, padding included. Fastest: on a GPU all that memory holds, on a CPU near 2048 (its
+    caches)."""
+    checkpoint_activations: bool = False
+    """Keep one activation a layer and recompute the rest in the backward: a third more compute, far less memory."""
     threads: int = 0
     """CPU threads of torch; 0: torch's own choice."""
+
+    def lr_at(self, version: int) -> float:
+        """The learning rate of the step that makes version + 1 of version."""
+        warm = min(1.0, (version + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        left = max(0.05, 1 - version / self.decay_steps) if self.decay_steps else 1.0
+        return self.lr * warm * left
 
 
 class Trainer(Protocol):

@@ -72,6 +72,17 @@ def load_model(config: ModelConfig) -> tuple[Any, Any]:
     return module.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
+def checkpoint_activations(module: Any) -> None:
+    """Recompute each layer in the backward, whenever the module is in train mode. Raises ValueError for a model with
+    dropout, which that mode would switch on."""
+    if getattr(module.config, "attention_dropout", 0.0):
+        raise ValueError(
+            f"trainer.checkpoint_activations needs a model without dropout, found attention_dropout="
+            f"{module.config.attention_dropout}; set it to 0 in the model's config.json"
+        )
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+
+
 def route_in_float32(module: nn.Module) -> None:
     """Give every `*TopKRouter` below `module` a forward in float32. A no-op in value for float32 weights."""
     for router in module.modules():
