@@ -17,7 +17,7 @@ import torch
 from rsi.loss import LossConfig
 from rsi.loss_metrics import derive, merge_metrics
 from rsi.trainer import ModelConfig, TrainerConfig
-from rsi.trainer.checkpoint import TrainerState, find, load_state, save
+from rsi.trainer.checkpoint import TrainerState, export_bf16, find, load_state, save
 from rsi.trainer.documents import check_apart, keep_documents_apart
 from rsi.trainer.layout import Microbatch, packed, padded
 from rsi.trainer.qwen_moe import checkpoint_activations, load_model
@@ -50,7 +50,7 @@ class LocalTrainer:
         self.version = 0
         self._model_config, self._config, self._loss = model, trainer, loss
         self.model, self.tokenizer = load_model(model)
-        self._scorer, self._load = Scorer(self.model), ExpertLoad(self.model)
+        self._scorer, self._experts = Scorer(self.model), ExpertLoad(self.model)
         self._device = next(self.model.parameters()).device
         if trainer.layout == "packed":
             check_apart(self.model, self._device, self.model.dtype)
@@ -68,8 +68,11 @@ class LocalTrainer:
         cut = self._cut(batch)
         self._scorer.train(self._config.checkpoint_activations)
         try:
-            with self._load:
-                parts = [accumulate(self._scorer, self._loss, batch, part, self._device) for part in cut]
+            self._experts.reset(self._device)
+            parts = []
+            for part in cut:
+                with self._experts.watching(part):
+                    parts.append(accumulate(self._scorer, self._loss, batch, part, self._device))
             metrics = derive(merge_metrics(parts))
             check_loss(metrics, self.version)
             grad_norm = self._grad_norm()
@@ -79,7 +82,7 @@ class LocalTrainer:
             self._clear_grads()
         return {
             **metrics,
-            **expert_metrics(self._load.counts()),
+            **expert_metrics(self._experts.counts),
             **batch_metrics(batch, self.version - 1),
             "grad_norm": grad_norm,
             "lr": learning_rate,
@@ -116,6 +119,12 @@ class LocalTrainer:
         for master, stored in zip(own, state.masters, strict=True):
             master.copy_(stored)
         self.version = state.version
+
+    def export(self, directory: Path) -> None:
+        export_bf16(self.model, self.tokenizer, directory)
+
+    def close(self) -> None:
+        """There is no other rank."""
 
     def _cut(self, batch: Batch) -> list[Microbatch]:
         return (packed if self._config.layout == "packed" else padded)(batch, self._config.microbatch_tokens)

@@ -6,10 +6,11 @@ step's counts, so gradients add up to those of one large batch, over microbatche
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -103,37 +104,44 @@ def batch_metrics(batch: Batch, version: int) -> dict[str, float]:
 
 
 class ExpertLoad:
-    """How evenly the routers of a model share out their tokens, while `with load:` runs its forwards."""
+    """How evenly the routers of a model share out the tokens of the microbatches that it is told of."""
 
     def __init__(self, model: nn.Module):
         self._open = False
-        self._counts: dict[int, Tensor] = {}
-        routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        routers: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        self._shape = (len(routers), routers[0].num_experts if routers else 0)
+        self._counts = torch.zeros(self._shape, dtype=torch.int64)
         for depth, router in enumerate(routers):
             router.register_forward_hook(functools.partial(self._see, depth))
 
-    def __enter__(self) -> ExpertLoad:
-        self._open, self._counts = True, {}
-        return self
+    def reset(self, device: torch.device) -> None:
+        self._counts = torch.zeros(self._shape, dtype=torch.int64, device=device)
 
-    def __exit__(self, *_: object) -> None:
-        self._open = False
+    @contextlib.contextmanager
+    def watching(self, microbatch: Microbatch) -> Iterator[None]:
+        """Count the forwards within; not those of an idle microbatch, nor of an engine that shares the module."""
+        self._open = microbatch.num_sequences > 0
+        try:
+            yield
+        finally:
+            self._open = False
 
     def _see(self, depth: int, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         """output: (logits, gates, expert ids [T, K])."""
         if self._open:
-            counts = torch.bincount(output[2].detach().flatten(), minlength=router.num_experts)
-            self._counts[depth] = self._counts.get(depth, 0) + counts
+            self._counts[depth] += torch.bincount(output[2].detach().flatten(), minlength=router.num_experts)
 
-    def counts(self) -> Tensor | None:
-        """int64 [layers, experts]: tokens that each expert got, padding included; None in a dense model."""
-        return torch.stack([self._counts[depth] for depth in sorted(self._counts)]) if self._counts else None
+    @property
+    def counts(self) -> Tensor:
+        """int64 [layers, experts]: tokens that each expert got since `reset`, padding included; empty in a dense
+        model."""
+        return self._counts
 
 
-def expert_metrics(counts: Tensor | None) -> dict[str, float]:
+def expert_metrics(counts: Tensor) -> dict[str, float]:
     """expert_load_max: the busiest expert of any layer over its layer's mean; 1 is even. expert_unused_frac: experts
     that got no token."""
-    if counts is None:
+    if not counts.numel():
         return {}
     load = counts.float()
     busiest = load.max(-1).values / load.mean(-1).clamp(min=1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -46,3 +47,16 @@ def tiny_model(kind: Kind, seed: int = 0, **overrides: Any) -> Any:
     torch.manual_seed(seed)
     config = getattr(transformers, config_class)(**(fields | overrides))
     return getattr(transformers, model_class)._from_config(config, dtype=torch.float32).eval()
+
+
+def save_tokenizer(directory: Path) -> None:
+    """One token a byte, and two of Qwen's markers."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.save_pretrained(directory)

@@ -12,7 +12,7 @@ import torch
 from rsi.loss import LossConfig
 from rsi.pack import pack
 from rsi.trainer import ModelConfig, TrainerConfig, build_trainer
-from rsi.trainer.layout import Microbatch, padded
+from rsi.trainer.layout import Microbatch, idle, padded
 from rsi.trainer.local import LocalTrainer
 from rsi.trainer.scoring import accumulate, expert_metrics
 from rsi.types import Batch, Sample
@@ -156,10 +156,12 @@ def test_expert_load_counts_tokens_by_layer_and_expert(model_dir: Path):
     trainer = make_trainer(model_dir)
     tokens = torch.arange(10)[None]
     trainer.model(tokens)  # not while it is watched: an engine shares the module
-    with trainer._load:
+    with trainer._experts.watching(padded(make_batch(), 1000)[0]):
         trainer.model(tokens)
-    counts = trainer._load.counts()
-    assert counts is not None and counts.shape == (2, 8) and counts.sum(-1).tolist() == [20, 20]  # top-2
+    with trainer._experts.watching(idle()):
+        trainer.model(tokens)
+    counts = trainer._experts.counts
+    assert counts.shape == (2, 8) and counts.sum(-1).tolist() == [20, 20]  # top-2
     assert expert_metrics(torch.tensor([[4, 0, 0, 0], [1, 1, 1, 1]])) == {
         "expert_load_max": 4.0,
         "expert_unused_frac": 0.375,
