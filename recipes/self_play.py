@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node=1 recipes/self_play.py recipes/tiny_cpu.yaml [--steps 4] [solve.attempts=8]
 
-The same command goes on from the last finished step after any interruption. AutoEnvScaling (arXiv 2610.14163) does not
+The same command goes on from the last finished step after any interruption. With several processes the first runs this
+loop and the others train with it (trainer.backend=fsdp). AutoEnvScaling (arXiv 2610.14163) does not
 say whether both roles share an optimizer step; here they do.
 """
 
@@ -21,7 +22,7 @@ from rsi.admission.contamination import HeldOut
 from rsi.advantages import to_samples
 from rsi.config import ConfigError, RunConfig, load, parse_argv
 from rsi.domains import build_domain
-from rsi.lab import Lab, open_lab
+from rsi.lab import Lab, follow, is_follower, open_lab
 from rsi.pack import pack
 from rsi.pool import Pool, failure
 from rsi.progress import print_summary
@@ -30,14 +31,16 @@ from rsi.propose.admit import measure, open_admission
 from rsi.propose.workspace import memory_files
 from rsi.run import RunDir
 from rsi.solve import OnProgress, SolveResult, solve
+from rsi.trainer.guard import Guard
 from rsi.types import Task
 from rsi_eval.heldout import evaluate, load_suite
 
 
-async def self_play(config: RunConfig, run: RunDir, lab: Lab) -> None:
+async def self_play(config: RunConfig, run: RunDir, lab: Lab) -> int:
     policy, engine, watch = lab.policy, lab.site.engine, watcher(config, run, lab)
     state = await begin(config, run, lab)
     pool = state.pool
+    guard = Guard(policy, config.trainer, run.path / "skipped", state.skips)
     for step in range(state.step, config.steps):
         rng, sampled = np.random.default_rng([config.seed, step]), engine.num_generated
         await engine.load(policy.model, policy.version)
@@ -49,19 +52,20 @@ async def self_play(config: RunConfig, run: RunDir, lab: Lab) -> None:
         with run.phase("solve"):
             solved = await solve_round(config, lab, pool, step, rng, watch)
         with run.phase("train"):
-            samples = to_samples([*solved.groups, *proposed.groups])
-            metrics = policy.update(pack(samples)) if samples else {}
+            samples = to_samples([*solved.groups, *proposed.groups], config.advantage)
+            metrics = guard.update(pack(samples), step) if samples else {}
         if (step + 1) % config.pool.review_every == 0:
             with run.phase("review"):
                 await review(config, lab, pool, step, watch)
-        state = state.after(proposed, solved)
+        state = state.after(proposed, solved, guard.in_a_row)
         run.progress.admitted = state.counts["admitted"]
         run.write_trajectories(step, [*solved.measured, *proposed.measured], lab.site.chat.decode)
         run.log(step, metrics, describe(state, proposed, solved), {"tokens_sampled": engine.num_generated - sampled})
         run.save(step + 1, lambda directory: policy.save(directory / "policy"), state.to_json())
         if run.stop_requested:
-            return
+            return run.leave()
     await finish(config, run, lab, state)
+    return 0
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,10 @@ class State:
     counts: Counter[str]
     """Since the start: proposed, valid, admitted, solver_episodes, calibration_episodes, faults."""
     heldout_before: dict[str, Any] | None
+    skips: int = 0
+    """Updates in a row that were not finite."""
 
-    def after(self, proposed: ProposeResult, solved: SolveResult) -> State:
+    def after(self, proposed: ProposeResult, solved: SolveResult, skips: int) -> State:
         counts = self.counts + Counter(
             proposed=proposed.proposed,
             valid=proposed.valid,
@@ -85,10 +91,15 @@ class State:
             calibration_episodes=proposed.num_calibrations,
             faults=solved.num_faults + proposed.num_faults,
         )
-        return replace(self, step=self.step + 1, counts=counts)
+        return replace(self, step=self.step + 1, counts=counts, skips=skips)
 
     def to_json(self) -> dict[str, Any]:
-        return {"pool": self.pool.state(), "counts": dict(self.counts), "heldout_before": self.heldout_before}
+        return {
+            "pool": self.pool.state(),
+            "counts": dict(self.counts),
+            "heldout_before": self.heldout_before,
+            "skips": self.skips,
+        }
 
 
 async def begin(config: RunConfig, run: RunDir, lab: Lab) -> State:
@@ -100,7 +111,7 @@ async def begin(config: RunConfig, run: RunDir, lab: Lab) -> State:
         step, directory, saved = latest
         lab.policy.load(directory / "policy")
         pool = Pool.restore(config.pool, root, saved["pool"])
-        return State(step, pool, held_out, Counter(saved["counts"]), saved["heldout_before"])
+        return State(step, pool, held_out, Counter(saved["counts"]), saved["heldout_before"], saved["skips"])
     pool = Pool(config.pool, root)
     for task in build_domain(config.domain).seeds(config.num_seeds, np.random.default_rng(config.seed)):
         pool.add(task, 0)
@@ -247,16 +258,19 @@ def watcher(config: RunConfig, run: RunDir, lab: Lab) -> OnProgress:
     return watch
 
 
-async def main(argv: list[str]) -> None:
+async def main(argv: list[str]) -> int:
     path, overrides = parse_argv(argv)
     config = load(RunConfig, path, overrides)
+    if is_follower():
+        follow(config)
+        return 0
     with RunDir(Path(config.run_dir or f"runs/{path.stem}"), config) as run:
         async with open_lab(config) as lab:
-            await self_play(config, run, lab)
+            return await self_play(config, run, lab)
 
 
 if __name__ == "__main__":
     try:
-        asyncio.run(main(sys.argv[1:]))
+        sys.exit(asyncio.run(main(sys.argv[1:])))
     except (ConfigError, ValueError, RuntimeError, OSError) as error:
         sys.exit(f"self_play: {error}")

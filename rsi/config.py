@@ -23,6 +23,7 @@ import yaml
 
 from rsi.admission.calibrate import CalibrateConfig
 from rsi.admission.evidence import AdmissionConfig
+from rsi.advantages import AdvantageConfig
 from rsi.engine import EngineConfig
 from rsi.loss import LossConfig
 from rsi.pool import PoolConfig
@@ -75,6 +76,7 @@ class RunConfig:
     engine: EngineConfig = EngineConfig()
     sandbox: SandboxConfig = SandboxConfig()
     trainer: TrainerConfig = TrainerConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     solve: SolveConfig = SolveConfig()
     propose: ProposeConfig = ProposeConfig()

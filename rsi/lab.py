@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from rsi.engine import build_engine
 from rsi.harbor.grade import Grader
 from rsi.sandbox import build_backend
 from rsi.solve import Site
-from rsi.trainer import Trainer, build_trainer
+from rsi.trainer import Follower, Trainer, build_trainer
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,18 @@ class Lab:
 
     policy: Trainer
     site: Site
+
+
+def is_follower() -> bool:
+    """Whether torchrun started this process to train with another one, which runs the loop."""
+    return int(os.environ.get("RANK", "0")) > 0
+
+
+def follow(config: RunConfig) -> None:
+    """What every process but the first does: its share of each update, until the first one closes."""
+    policy = build_trainer(config.model, config.trainer, config.loss)
+    assert isinstance(policy, Follower), "a trainer of one process refuses more of them when it is built"
+    policy.follow()
 
 
 @asynccontextmanager
@@ -35,3 +48,4 @@ async def open_lab(config: RunConfig) -> AsyncIterator[Lab]:
     finally:
         await engine.close()
         await backend.close()
+        policy.close()

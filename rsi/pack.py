@@ -38,6 +38,8 @@ def pack(samples: Sequence[Sample]) -> Batch:
             [mask * np.float32(sample.advantage) for sample, mask in zip(samples, masks, strict=True)]
         ),
         num_loss_tokens=num_loss_tokens,
+        num_sequences=sum(any(sample.mask) for sample in samples),
+        versions=np.asarray([sample.version for sample in samples], np.int64),
     )
 
 

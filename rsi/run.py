@@ -1,8 +1,9 @@
 """A run's directory: settings, metrics, trajectories, checkpoints, and the way back after `kill -9`.
 
 The rename of a finished checkpoint directory is the one commit point. Opening a run drops everything that was written
-for steps after its last checkpoint, so that the same command goes on with nothing lost and nothing counted twice. One
-process writes (rank 0).
+for steps after its last checkpoint, so that the same command goes on with nothing lost and nothing counted twice. A
+checkpoint that has lost or changed a byte since is refused by name and the one before it is used. One process writes
+(rank 0).
 
     config.yaml  metrics.jsonl  summary.json  tensorboard/  trajectories/step_000012.jsonl  checkpoints/step_000012/
 
@@ -23,7 +24,9 @@ import shutil
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
@@ -36,6 +39,16 @@ from rsi.types import Attempt, Group
 
 MAY_CHANGE = frozenset({"steps", "run_dir"})
 """Keys that may differ from those the run was started with."""
+
+
+COMPLETE = "COMPLETE"
+"""In a checkpoint: size and CRC-32 of every other file of it, as JSON; written last."""
+STOP = "stop"
+"""A file of this name in the run directory stops the run as SIGUSR1 does: not every launcher passes signals on."""
+REQUEUE = "requeue"
+"""And a run that a scheduler may start again leaves this one there: torchrun turns every exit code into 1."""
+REQUEUE_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: the exit code of such a run."""
 
 
 class RunError(RuntimeError):
@@ -59,8 +72,6 @@ class RunDir:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.path = path
-        self.stop_requested = False
-        """SIGINT or SIGTERM came: finish the step, save, and leave the loop."""
         self.progress = Progress(config.steps)
         self._config = config
         self._keep = keep
@@ -70,6 +81,7 @@ class RunDir:
         self._writer: Any = None
         self._lock: IO[str] | None = None
         self._handlers: dict[int, Any] = {}
+        self._signal: int | None = None
         self._phases: dict[str, float] = {}
         self._phases_at_log: dict[str, float] = {}
         self._open_phases: dict[str, tuple[int, float]] = {}
@@ -84,12 +96,16 @@ class RunDir:
             self.check_disk()
             self._settle_config()
             self._mend_checkpoints()
+            self._refuse_broken()
             self._rewind()
+            (self.path / STOP).unlink(missing_ok=True)
+            (self.path / REQUEUE).unlink(missing_ok=True)
         except BaseException:
             self._drop_lock()
             raise
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+            stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            self._handlers = {n: signal.signal(n, self._on_signal) for n in stopping}
         self._start = self._clock()
         self.progress.start(self._first_step)
         return self
@@ -101,6 +117,21 @@ class RunDir:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._drop_lock()
+
+    # --- whether to go on -------------------------------------------------------------------------------------------
+
+    @property
+    def stop_requested(self) -> bool:
+        """SIGINT, SIGTERM or SIGUSR1 came, or the file `stop`: finish the step, save, and leave the loop."""
+        return self._signal is not None or (self.path / STOP).exists()
+
+    def leave(self) -> int:
+        """The exit code of a run that leaves its loop early, after its save: REQUEUE_CODE, and the file `requeue`,
+        where a scheduler asked for that; 0 where a person did."""
+        if not self.stop_requested or self._signal == signal.SIGINT:
+            return 0
+        _write_atomically(self.path / REQUEUE, "the same command goes on from the last checkpoint\n")
+        return REQUEUE_CODE
 
     # --- what the loop writes ---------------------------------------------------------------------------------------
 
@@ -148,6 +179,7 @@ class RunDir:
             try:
                 write(aside)
                 (aside / "state.json").write_text(saved)
+                (aside / COMPLETE).write_text(json.dumps(digests(aside)))
                 _sync_tree(aside)
                 self._sync_logs()
             except BaseException:
@@ -267,6 +299,23 @@ class RunDir:
             else:
                 shutil.rmtree(left)
 
+    def _refuse_broken(self) -> None:
+        """Set aside, from the newest back, checkpoints that are not what was saved; raise where none is left."""
+        refused: list[str] = []
+        for directory in reversed(self._checkpoints()):
+            fault = broken(directory)
+            if fault is None:
+                break
+            refused.append(f"{directory}: {fault}")
+            shutil.rmtree(directory.with_name(f"refused_{directory.name}"), ignore_errors=True)
+            directory.rename(directory.with_name(f"refused_{directory.name}"))
+            os.write(2, f"refused checkpoint {refused[-1]}; it is kept as refused_{directory.name}\n".encode())
+        if refused and not self._checkpoints():
+            raise RunError(
+                f"no checkpoint of {self.path} is whole ({'; '.join(refused)}); put one back under its own name, or "
+                "begin a new run with run_dir=<another directory>"
+            )
+
     def _rewind(self) -> None:
         """Back to the last checkpoint: later metrics and trajectories are dropped, times are taken from it."""
         checkpoints = self._checkpoints()
@@ -290,9 +339,9 @@ class RunDir:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.stop_requested and number == signal.SIGINT:
+        if self._signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.stop_requested = True
+        self._signal = number
         # os.write: a signal may come in the middle of a print, and a buffered stream does not take a second writer.
         name = signal.Signals(number).name
         os.write(2, f"\n{name}: finishing this step; press Ctrl-C again to stop at once\n".encode())
@@ -336,6 +385,42 @@ class RunDir:
         """Finished ones, oldest first."""
         found = (self.path / "checkpoints").glob("step_*")
         return sorted(path for path in found if re.fullmatch(r"step_\d{6,}", path.name))
+
+
+def digests(directory: Path) -> dict[str, list[int]]:
+    """[size, CRC-32] of every file below `directory` but its COMPLETE mark, by relative path."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / COMPLETE)
+    with ThreadPoolExecutor(max_workers=8) as pool:  # zlib lets go of the interpreter while it counts
+        sums = pool.map(_crc32, files)
+        return {
+            path.relative_to(directory).as_posix(): [path.stat().st_size, crc]
+            for path, crc in zip(files, sums, strict=True)
+        }
+
+
+def broken(directory: Path) -> str | None:
+    """What is wrong with a checkpoint; None for one that is as it was saved. Files beyond those saved do not count."""
+    try:
+        expected = json.loads((directory / COMPLETE).read_text())
+        for name, (size, _) in expected.items():  # what a cut file costs to find is a stat
+            found = (directory / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes, {size} were written"
+        actual = digests(directory)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(directory)} is missing"
+    except (ValueError, TypeError):
+        return f"{COMPLETE} does not read"
+    wrong = [name for name, digest in expected.items() if actual[name] != digest]
+    return f"{wrong[0]} has changed since it was written" if wrong else None
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def trajectory_line(

@@ -191,4 +191,8 @@ class Batch:
     """float32 [N]; 0 outside the mask."""
     num_loss_tokens: int
     """Sum of mask over the whole step (all ranks), the loss's one denominator."""
+    num_sequences: int
+    """Samples with a loss token, over the whole step: what losses that average sequences are divided by."""
+    versions: np.ndarray
+    """int64 [B]: the oldest policy version that sampled any of a sample."""
     experts: np.ndarray | None = field(default=None)

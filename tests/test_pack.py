@@ -43,3 +43,10 @@ def test_a_sample_that_begins_with_a_sampled_token_is_refused():
 def test_ragged_samples_are_refused():
     with pytest.raises(ValueError, match="2 tokens, 1 mask bits"):
         pack([Sample((1, 2), (False,), (0.0, 0.0), 1.0, "solver", 0)])
+
+
+def test_sequences_and_versions_are_counted_over_the_step():
+    silent = Sample((1, 2), (False, False), (0.0, 0.0), 1.0, "solver", 7)
+    batch = pack([FIRST, silent, SECOND])
+    assert batch.num_sequences == 2
+    assert batch.versions.tolist() == [0, 7, 0]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rsi.run import RunDir, RunError
+from rsi.run import REQUEUE_CODE, RunDir, RunError
 from rsi.types import Attempt, Group, Stop, TestResult, Trajectory, Turn, Verdict
 
 
@@ -210,7 +210,7 @@ def main():
             run.log(step, {"weights": weights})
             run.save(step + 1, lambda d: (d / "weights").write_text(str(weights)), state)
             if run.stop_requested:
-                return
+                sys.exit(run.leave())
         run.write_summary({"episodes": state["episodes"], "weights": weights})
 
 main()
@@ -243,18 +243,85 @@ def test_sigkill_at_any_moment_loses_nothing_and_counts_nothing_twice(tmp_path: 
     assert_the_loop_counted_once(tmp_path)
 
 
-def test_the_first_signal_finishes_the_step_and_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, REQUEUE_CODE), (signal.SIGUSR1, REQUEUE_CODE), (signal.SIGINT, 0)]
+)
+def test_the_first_signal_finishes_the_step_and_the_same_command_goes_on(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     process = start_loop(tmp_path)
     metrics = tmp_path / "metrics.jsonl"
     while not metrics.exists() and process.poll() is None:
         time.sleep(0.005)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert b"SIGTERM: finishing this step" in errors
+    assert process.returncode == code and (tmp_path / "requeue").exists() is bool(code)
+    assert f"{number.name}: finishing this step".encode() in errors
     assert not (tmp_path / "summary.json").exists()
     assert start_loop(tmp_path).communicate(timeout=60)[1] == b""
     assert_the_loop_counted_once(tmp_path)
+
+
+def test_a_file_stops_a_run_that_no_signal_reaches(tmp_path: Path) -> None:
+    with open_run(tmp_path) as run:
+        assert not run.stop_requested
+        (tmp_path / "stop").touch()
+        assert run.stop_requested and run.leave() == REQUEUE_CODE
+    assert (tmp_path / "requeue").exists()
+    with open_run(tmp_path) as run:  # the same command goes on
+        assert not run.stop_requested and not (tmp_path / "requeue").exists()
+
+
+def save_three(tmp_path: Path) -> Path:
+    """Checkpoints of the steps 1, 2 and 3; returns their directory."""
+    with open_run(tmp_path, keep=3) as run:
+        for step in range(3):
+            run.log(step, {"loss": float(step)})
+            run.save(step + 1, write_weights, {"after": step + 1})
+    return tmp_path / "checkpoints"
+
+
+def cut(directory: Path) -> None:
+    (directory / "weights").write_text("")
+
+
+def change(directory: Path) -> None:
+    (directory / "weights").write_text("v")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        (cut, "weights has 0 bytes, 1 were written"),
+        (change, "weights has changed since it was written"),
+        (lambda directory: (directory / "weights").unlink(), "weights is missing"),
+        (lambda directory: (directory / "COMPLETE").unlink(), "COMPLETE is missing"),
+        (lambda directory: (directory / "COMPLETE").write_text("{"), "COMPLETE does not read"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_by_name_and_the_one_before_it_is_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], spoil: Callable[[Path], object], fault: str
+) -> None:
+    checkpoints = save_three(tmp_path)
+    spoil(checkpoints / "step_000003")
+    with open_run(tmp_path, keep=3) as run:
+        assert f"refused checkpoint {checkpoints / 'step_000003'}: {fault}" in capfd.readouterr().err
+        found = run.latest()
+        assert found is not None and found[0] == 2 and found[2] == {"after": 2}
+        assert [row["step"] for row in rows(tmp_path)] == [0, 1]
+        assert (checkpoints / "refused_step_000003").is_dir()
+        run.save(3, write_weights, {"after": 3})
+    with open_run(tmp_path, keep=3) as run:
+        found = run.latest()
+        assert found is not None and found[0] == 3
+
+
+def test_a_run_whose_checkpoints_are_all_broken_does_not_start_over(tmp_path: Path) -> None:
+    checkpoints = save_three(tmp_path)
+    for directory in checkpoints.iterdir():
+        change(directory)
+    with pytest.raises(RunError, match="step_000003: weights has changed.*step_000001: weights has changed"):
+        open_run(tmp_path).__enter__()
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:

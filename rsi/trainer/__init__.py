@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rsi.loss import LossConfig
 from rsi.types import Batch
@@ -35,8 +35,10 @@ class ModelConfig:
 class TrainerConfig:
     """The `trainer:` block of a recipe."""
 
-    backend: Literal["local"] = "local"
-    """local: one process, plain AdamW."""
+    backend: Literal["local", "fsdp"] = "local"
+    """local: one process, plain AdamW. fsdp: parameters, gradients and optimizer sharded over all ranks of torchrun."""
+    layout: Literal["padded", "packed"] = "padded"
+    """padded: a document a row. packed: documents end to end in one row, nothing wasted on padding."""
     lr: float = 1e-6
     """Constant after the warm-up (AutoEnvScaling, arXiv 2610.14163)."""
     warmup_steps: int = 0
@@ -45,10 +47,27 @@ class TrainerConfig:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
+    offload: bool = False
+    """fsdp: keep parameters, gradients and optimizer in host memory and step there; slower, and 16 bytes a parameter
+    less on the GPUs."""
     microbatch_tokens: int = 8192
-    """Padded tokens of one forward. Fastest: on a GPU all that memory holds, on a CPU near 2048 (its caches)."""
+    """Tokens of one forward, padding included. Fastest: on a GPU all that memory holds, on a CPU near 2048 (its
+    caches)."""
+    checkpoint_activations: bool = False
+    """Keep one activation a layer and recompute the rest in the backward: a third more compute, far less memory."""
+    gate_mean: float = 0.05
+    """Before the first update of a process: mean |ln p_trainer - ln p_engine| of its samples above which the run stops
+    (a healthy bfloat16 MoE shows 0.02). 0: no bound."""
+    gate_k3: float = 0.015
+    """And the bound of the mean of w - 1 - ln w, which a few far tokens drive up. 0: no bound."""
     threads: int = 0
     """CPU threads of torch; 0: torch's own choice."""
+
+    def lr_at(self, version: int) -> float:
+        """The learning rate of the step that makes version + 1 of version."""
+        warm = min(1.0, (version + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        left = max(0.05, 1 - version / self.decay_steps) if self.decay_steps else 1.0
+        return self.lr * warm * left
 
 
 class Trainer(Protocol):
@@ -72,6 +91,23 @@ class Trainer(Protocol):
 
     def load(self, directory: Path) -> None: ...
 
+    def export(self, directory: Path) -> None:
+        """bfloat16 weights as `from_pretrained` and engines load them, with the tokenizer; no optimizer state."""
+        ...
+
+    def close(self) -> None:
+        """Let go of other ranks; the trainer is not used again."""
+        ...
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A trainer of several processes, in all but the first."""
+
+    def follow(self) -> None:
+        """Do what the first process's trainer is told to, until it closes."""
+        ...
+
 
 def build_trainer(model: ModelConfig, trainer: TrainerConfig, loss: LossConfig) -> Trainer:
     match trainer.backend:
@@ -79,3 +115,7 @@ def build_trainer(model: ModelConfig, trainer: TrainerConfig, loss: LossConfig) 
             from rsi.trainer.local import LocalTrainer
 
             return LocalTrainer(model, trainer, loss)
+        case "fsdp":
+            from rsi.trainer.fsdp import FsdpTrainer
+
+            return FsdpTrainer(model, trainer, loss)

@@ -36,7 +36,7 @@ class TrainerState:
 
 def save(directory: Path, module: Any, tokenizer: Any, state: TrainerState) -> None:
     """Write `directory`, replacing a checkpoint of that name. Raises OSError, the old one untouched, if it cannot."""
-    _write_whole(directory, lambda path: _write(path, module, tokenizer, state))
+    write_whole(directory, lambda path: _write(path, module, tokenizer, state))
 
 
 def load_state(directory: Path) -> TrainerState:
@@ -65,7 +65,7 @@ def find(directory: Path) -> Path:
 def export_bf16(module: Any, tokenizer: Any, directory: Path) -> None:
     """Weights in bfloat16 with the tokenizer, for shipping; no optimizer state. Holds a second copy of the module."""
     half = copy.deepcopy(module).to(torch.bfloat16)
-    _write_whole(directory, lambda path: _write_model(path, half, tokenizer))
+    write_whole(directory, lambda path: _write_model(path, half, tokenizer))
 
 
 def _write(path: Path, module: Any, tokenizer: Any, state: TrainerState) -> None:
@@ -86,12 +86,12 @@ def _write_model(path: Path, module: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(path)
 
 
-def _write_whole(directory: Path, write: Callable[[Path], None]) -> None:
+def write_whole(directory: Path, write: Callable[[Path], None]) -> None:
     """Call `write` on a temporary sibling, then put it in the place of `directory`."""
     from safetensors import SafetensorError
 
     directory = directory.absolute()
-    partial = directory.with_name(f".{directory.name}.partial")
+    partial = partial_of(directory)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -106,6 +106,18 @@ def _write_whole(directory: Path, write: Callable[[Path], None]) -> None:
             "and start again",
         ) from error
     _put_in_place(partial, directory)
+
+
+def partial_of(directory: Path) -> Path:
+    """Where a checkpoint is written before it takes its name."""
+    directory = directory.absolute()
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def put_in_place(partial: Path, directory: Path) -> None:
+    """Sync what was written to `partial`, and let it take the place of `directory`."""
+    _sync(partial)
+    _put_in_place(partial, directory.absolute())
 
 
 def _put_in_place(partial: Path, directory: Path) -> None:

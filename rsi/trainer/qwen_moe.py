@@ -30,9 +30,53 @@ def load_model(config: ModelConfig) -> tuple[Any, Any]:
     Raises ValueError, naming the mend, for a directory without config, weights or tokenizer, for a model that is not of
     the Qwen family, and for an attention implementation that is not there.
     """
+    model_config = read_config(config)
+    from transformers import AutoModelForCausalLM
+
+    module: Any
+    module, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+        config.path,
+        config=model_config,
+        dtype=getattr(torch, config.dtype),
+        output_loading_info=True,
+        **build_options(config, model_config),
+    )
+    if report["missing_keys"]:
+        raise ValueError(
+            f"the weights in {config.path} lack {len(report['missing_keys'])} tensors of {type(module).__name__}, "
+            f"among them {min(report['missing_keys'])}; use a complete checkpoint of that class"
+        )
+    settle_experts(config, module)
+    return module.eval().to("cuda" if torch.cuda.is_available() else "cpu"), load_tokenizer(config, module)
+
+
+def meta_model(config: ModelConfig) -> Any:
+    """The module with parameters that have a shape and no memory, as `load_model` would build it, in float32; buffers
+    are real. Raises as `load_model` does, weights aside."""
+    model_config = read_config(config)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, **build_options(config, model_config)
+        )
+    rotary = module.model.rotary_emb  # its frequencies are computed from the config, not stored
+    module.model.rotary_emb = type(rotary)(config=module.config)
+    left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if left:
+        raise ValueError(
+            f"{type(module).__name__} has buffers that only its own loading fills ({', '.join(left)}); use "
+            "trainer.backend=local"
+        )
+    settle_experts(config, module)
+    return module.eval()
+
+
+def read_config(config: ModelConfig) -> Any:
+    """transformers' config of the model."""
     _check_path(config.path)
     _check_attention(config.attention)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # its bars would tear a run's live display at every save
@@ -42,23 +86,22 @@ def load_model(config: ModelConfig) -> tuple[Any, Any]:
             f"model.path={config.path} is a {model_config.model_type} model; rsi speaks Qwen's chat layout, "
             "use a Qwen-class causal language model"
         )
-    experts = getattr(model_config, "num_experts", 0) or 0  # dense Qwen configs do not have the field
-    options = {"experts_implementation": "grouped_mm"} if experts else {}
-    module: Any
-    module, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-        config.path,
-        config=model_config,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=config.attention,
-        output_loading_info=True,
-        **options,
-    )
-    if report["missing_keys"]:
-        raise ValueError(
-            f"the weights in {config.path} lack {len(report['missing_keys'])} tensors of {type(module).__name__}, "
-            f"among them {min(report['missing_keys'])}; use a complete checkpoint of that class"
-        )
-    if experts:
+    return model_config
+
+
+def build_options(config: ModelConfig, model_config: Any) -> dict[str, str]:
+    experts = {"experts_implementation": "grouped_mm"} if num_experts(model_config) else {}
+    return {"attn_implementation": config.attention, **experts}
+
+
+def num_experts(model_config: Any) -> int:
+    """0 for a dense model, whose config does not have the field."""
+    return getattr(model_config, "num_experts", 0) or 0
+
+
+def settle_experts(config: ModelConfig, module: Any) -> None:
+    """No auxiliary loss, float32 routers, experts on our kernels unless they are off; nothing for a dense model."""
+    if num_experts(module.config):
         module.config.output_router_logits = False
         module.config.router_aux_loss_coef = 0.0
         module.router_aux_loss_coef = 0.0
@@ -66,6 +109,11 @@ def load_model(config: ModelConfig) -> tuple[Any, Any]:
             route_in_float32(module)
         else:
             install(module)
+
+
+def load_tokenizer(config: ModelConfig, module: Any) -> Any:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(config.path)
     rows = module.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
@@ -73,7 +121,18 @@ def load_model(config: ModelConfig) -> tuple[Any, Any]:
             f"the tokenizer in {config.path} has {len(tokenizer)} tokens and the model {rows} embeddings; "
             "they do not belong together, use the tokenizer that the model was trained with"
         )
-    return module.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    return tokenizer
+
+
+def checkpoint_activations(module: Any) -> None:
+    """Recompute each layer in the backward, whenever the module is in train mode. Raises ValueError for a model with
+    dropout, which that mode would switch on."""
+    if getattr(module.config, "attention_dropout", 0.0):
+        raise ValueError(
+            f"trainer.checkpoint_activations needs a model without dropout, found attention_dropout="
+            f"{module.config.attention_dropout}; set it to 0 in the model's config.json"
+        )
+    module.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def route_in_float32(module: nn.Module) -> None:

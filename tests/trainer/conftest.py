@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainer.models import save_tokenizer
+
 VOCAB = 270
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """float32 safetensors and a byte-level tokenizer. Read only: tests that change it make a copy."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     directory = tmp_path_factory.mktemp("model")
     config = Qwen3MoeConfig(
@@ -35,10 +36,5 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).save_pretrained(directory)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.save_pretrained(directory)
+    save_tokenizer(directory)
     return directory

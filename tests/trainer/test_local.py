@@ -12,7 +12,9 @@ import torch
 from rsi.loss import LossConfig
 from rsi.pack import pack
 from rsi.trainer import ModelConfig, TrainerConfig, build_trainer
-from rsi.trainer.local import LocalTrainer, microbatches
+from rsi.trainer.layout import Microbatch, idle, padded
+from rsi.trainer.local import LocalTrainer
+from rsi.trainer.scoring import accumulate, expert_metrics
 from rsi.types import Batch, Sample
 
 
@@ -43,6 +45,10 @@ def make_batch(trainer: LocalTrainer | None = None, seed: int = 0, advantage: fl
     return replace(batch, logprobs=trainer.logprobs(batch)) if trainer else batch
 
 
+def accumulate_into(trainer: LocalTrainer, batch: Batch, microbatch: Microbatch) -> None:
+    accumulate(trainer._scorer, LossConfig(), batch, microbatch, trainer._device)
+
+
 def weights(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
@@ -69,7 +75,7 @@ def test_many_microbatches_equal_one(model_dir: Path):
     batch = make_batch(one)
     a, b = one.update(batch), many.update(batch)
     assert (a["num_microbatches"], b["num_microbatches"]) == (1, 7)
-    for name in a.keys() - {"num_microbatches"}:
+    for name in a.keys() - {"num_microbatches", "memory_peak_mb", "expert_load_max", "expert_unused_frac"}:
         # sums of ~80 float32 terms in another order; max_mismatch and its kin are differences of equal numbers
         assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), name
     for name, tensor in one.model.state_dict().items():
@@ -83,8 +89,8 @@ def test_gradients_of_many_microbatches_equal_those_of_one(model_dir: Path):
     trainer, grads = make_trainer(model_dir), []
     batch = make_batch(trainer)
     for tokens in (10_000, 50):
-        for microbatch in microbatches(batch, tokens):
-            trainer._accumulate(batch, microbatch)
+        for microbatch in padded(batch, tokens):
+            accumulate_into(trainer, batch, microbatch)
         grads.append({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
         trainer._clear_grads()
     for name, gradient in grads[0].items():
@@ -95,8 +101,8 @@ def test_gradient_is_that_of_reinforce_on_policy(model_dir: Path):
     """At ratio 1 the loss's gradient is -sum(A * grad logp) / N, computed here by plain autograd, sample by sample."""
     trainer = make_trainer(model_dir)
     batch = make_batch(trainer)
-    for microbatch in microbatches(batch, 100):
-        trainer._accumulate(batch, microbatch)
+    for microbatch in padded(batch, 100):
+        accumulate_into(trainer, batch, microbatch)
     ours = trainer.model.model.embed_tokens.weight.grad.clone()
     trainer._clear_grads()
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
@@ -132,6 +138,47 @@ def test_far_tokens_are_masked_by_sign(model_dir: Path):
     assert metrics["grad_norm"] == 0.0
 
 
+def test_a_step_tells_what_it_saw(model_dir: Path):
+    trainer = make_trainer(model_dir, lr=1e-3)
+    batch = replace(make_batch(trainer), versions=np.array([0, 0, 0, 0, 0, 0, 0, -2]))
+    metrics = trainer.update(batch)
+    lengths = np.diff(batch.cu_seqlens)
+    assert metrics["length_mean"] == pytest.approx(lengths.mean()) and metrics["length_max"] == lengths.max()
+    assert (metrics["staleness_mean"], metrics["staleness_max"]) == (0.25, 2)
+    assert metrics["ess"] == pytest.approx(1.0) and metrics["chi2"] == pytest.approx(0.0, abs=1e-5)  # on-policy
+    assert metrics["ratio_pos_mean"] == pytest.approx(1.0) == metrics["ratio_neg_mean"]
+    assert metrics["pos_frac"] + metrics["neg_frac"] == pytest.approx(1.0)
+    assert 1 <= metrics["expert_load_max"] <= 8 and 0 <= metrics["expert_unused_frac"] < 1
+    assert metrics["memory_peak_mb"] > 100
+
+
+def test_expert_load_counts_tokens_by_layer_and_expert(model_dir: Path):
+    trainer = make_trainer(model_dir)
+    tokens = torch.arange(10)[None]
+    trainer.model(tokens)  # not while it is watched: an engine shares the module
+    with trainer._experts.watching(padded(make_batch(), 1000)[0]):
+        trainer.model(tokens)
+    with trainer._experts.watching(idle()):
+        trainer.model(tokens)
+    counts = trainer._experts.counts
+    assert counts.shape == (2, 8) and counts.sum(-1).tolist() == [20, 20]  # top-2
+    assert expert_metrics(torch.tensor([[4, 0, 0, 0], [1, 1, 1, 1]])) == {
+        "expert_load_max": 4.0,
+        "expert_unused_frac": 0.375,
+    }
+
+
+@pytest.mark.parametrize("overrides", [{"layout": "packed"}, {"checkpoint_activations": True}])
+def test_packing_and_recomputation_change_the_cost_and_not_the_step(model_dir: Path, overrides: dict):
+    plain, other = make_trainer(model_dir, lr=1e-3), make_trainer(model_dir, lr=1e-3, **overrides)
+    batch = make_batch(plain)
+    a, b = plain.update(batch), other.update(batch)
+    assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+    np.testing.assert_allclose(plain.logprobs(batch), other.logprobs(batch), atol=2e-3)
+    assert not other.model.training
+
+
 def test_warm_up_is_linear(model_dir: Path):
     trainer = make_trainer(model_dir, lr=1e-4, warmup_steps=4)
     batch = make_batch(trainer)
@@ -147,8 +194,8 @@ def test_decay_is_linear_down_to_a_twentieth(model_dir: Path):
 def test_gradients_are_clipped(model_dir: Path):
     trainer = make_trainer(model_dir)
     batch = make_batch(trainer, advantage=1000.0)
-    microbatch = microbatches(batch, 10_000)[0]
-    trainer._accumulate(batch, microbatch)
+    microbatch = padded(batch, 10_000)[0]
+    accumulate_into(trainer, batch, microbatch)
     assert trainer._grad_norm() > 1
     norm = torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm()
     assert norm.item() == pytest.approx(1.0, abs=1e-3)
@@ -197,7 +244,7 @@ def test_bfloat16_weights_step_through_float32_masters(model_dir: Path):
 
 def test_microbatches_keep_their_bound_and_lose_no_token():
     batch = make_batch()
-    cut = microbatches(batch, 60)
+    cut = padded(batch, 60)
     assert all(m.tokens.numel() <= 60 for m in cut)
     assert sorted(torch.cat([m.source for m in cut]).tolist()) == np.flatnonzero(batch.mask).tolist()
     for m in cut:
@@ -205,7 +252,7 @@ def test_microbatches_keep_their_bound_and_lose_no_token():
 
 
 def test_a_row_longer_than_the_bound_runs_alone():
-    cut = microbatches(make_batch(), 10)
+    cut = padded(make_batch(), 10)
     assert len(cut) == 8 and all(len(m.tokens) == 1 for m in cut)
 
 
