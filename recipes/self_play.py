@@ -215,6 +215,8 @@ async def finish(config: RunConfig, run: RunDir, lab: Lab, state: State) -> None
         "run_dir": str(run.path),
     }
     run.write_summary(summary)
+    if config.trainer.backend == "fsdp":  # a local checkpoint is a model directory, a sharded one is not
+        lab.policy.export(run.path / "model")
     run.progress.stop()
     print_summary(summary)
 

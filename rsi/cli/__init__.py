@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsi.cli.pool import add_pool
+from rsi.cli.trainer import add_plan, add_upcycle
 
 if TYPE_CHECKING:
     from rsi.sandbox import SandboxConfig
@@ -65,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("recipe", nargs=argparse.REMAINDER, metavar="RECIPE.yaml [KEY=VALUE | --KEY VALUE ...]")
     config.set_defaults(run=_config)
 
+    add_plan(
+        commands.add_parser("plan", help="gigabytes a GPU of a recipe's trainer, part by part; refuses what cannot fit")
+    )
+    add_upcycle(commands.add_parser("upcycle", help="a dense Qwen as a mixture of experts with the same logits"))
     add_pool(commands.add_parser("pool", help="the environments that a run trains on: list, show, graph, export"))
     return parser
 

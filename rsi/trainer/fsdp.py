@@ -48,6 +48,9 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 WAIT_TIMEOUT = timedelta(days=7)
 """How long a follower waits for the next call: rollouts lie between two of them."""
 
+AGREED = (FloatingPointError, OSError, ValueError)
+"""What a call raises on every rank alike: an update that is not finite, a checkpoint that cannot be written or read."""
+
 
 class FsdpTrainer:
     """Meets the Trainer Protocol on the first rank; the others call `follow` once and nothing else."""
@@ -75,7 +78,7 @@ class FsdpTrainer:
             self._parameters, lr=trainer.lr, betas=trainer.betas, weight_decay=trainer.weight_decay, foreach=False
         )
         self._replica: Any = None
-        self._has_replica = False
+        self._has_replica = self._is_broken = False
 
     # --- the Protocol, on the first rank ----------------------------------------------------------------------------
 
@@ -107,9 +110,11 @@ class FsdpTrainer:
         self._lead("export", directory)
 
     def close(self) -> None:
-        """The others stop following, and all ranks leave."""
-        self._tell(None)
-        dist.destroy_process_group()
+        """The others stop following, and all ranks leave. After a call that broke on this rank alone nobody is told: the
+        others wait for it in the middle of that call, and torchrun ends them once this process is gone."""
+        if not self._is_broken:
+            self._tell(None)
+            dist.destroy_process_group()
 
     # --- the others -------------------------------------------------------------------------------------------------
 
@@ -121,14 +126,21 @@ class FsdpTrainer:
             name, arguments = call
             try:
                 getattr(self, f"_{name}")(*arguments)
-            except (FloatingPointError, OSError, ValueError):
-                pass  # all ranks agreed on it, and the first one tells
+            except AGREED:
+                pass  # every rank raised it, and the first one tells
         dist.destroy_process_group()
 
     def _lead(self, name: str, *arguments: Any) -> Any:
         assert self.rank == 0, "only the first rank calls a trainer; the others follow"
         self._tell((name, arguments))
-        return getattr(self, f"_{name}")(*arguments)
+        self._is_broken = True
+        try:
+            result = getattr(self, f"_{name}")(*arguments)
+        except AGREED:
+            self._is_broken = False
+            raise
+        self._is_broken = False
+        return result
 
     def _tell(self, call: Any) -> Any:
         box = [call]
@@ -197,8 +209,7 @@ class FsdpTrainer:
             if self.rank == 0:
                 whole[name] = tensor.cpu()
         if self.rank == 0:
-            module = meta_model(self._model_config)
-            module.config.dtype = torch.bfloat16
+            module = meta_model(self._model_config).to(torch.bfloat16)
 
             def write(path: Path) -> None:
                 module.save_pretrained(path, state_dict=whole)

@@ -43,7 +43,7 @@ class LocalTrainer:
         if world > 1:
             raise ValueError(
                 f"trainer.backend=local runs in one process, found WORLD_SIZE={world}; "
-                "start torchrun with --nproc-per-node=1 on one node"
+                "start torchrun with --nproc-per-node=1 on one node, or set trainer.backend=fsdp"
             )
         if trainer.threads:
             torch.set_num_threads(trainer.threads)

@@ -99,3 +99,18 @@ def test_a_mistake_in_the_recipe_is_told_in_one_line_with_the_mend(repo: Path, t
     )
     assert done.returncode == 1 and "envs_per_step" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_train_what_the_first_one_samples(repo: Path, tmp_path: Path):
+    """The sharded trainer under torchrun, then the same command with one process: it goes on from the shards of two."""
+    run_dir = tmp_path / "run"
+    more = ["num_seeds=30", "solve.attempts=8", "solve.max_draws=20", "propose.every=0", "trainer.backend=fsdp"]
+    for world, steps in ((2, 1), (1, 2)):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        recipe = command(repo, run_dir, *more, "trainer.layout=packed", f"steps={steps}")[1:]
+        done = subprocess.run([*launch, *recipe], cwd=repo, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    first, second = lines(run_dir / "metrics.jsonl")
+    assert first["gate_mean"] < 1e-4 and second["gate_mean"] < 1e-4  # engine and trainer agree, after the resume too
+    assert first["loss"] is not None and second["staleness_max"] == 0 and second["skipped"] == 0
+    assert (run_dir / "model" / "model.safetensors").is_file() and (run_dir / "model" / "tokenizer.json").is_file()
