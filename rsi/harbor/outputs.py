@@ -110,7 +110,11 @@ def leads_to_tests(path: str, outputs: Mapping[str, Entry], workdir: str) -> boo
     Followed by its text, through the other links among the outputs; what the image itself holds is its author's.
     """
     links = {f"{workdir}/{name}": entry.target for name, entry in outputs.items() if entry.kind == "link"}
-    here, pending, num_hops = "", [*reversed(f"{workdir}/{path}".split("/"))], 0
+    own = f"{workdir}/{path}"
+    if own not in links:
+        return False
+    # From the link on: what lies above it are directories, and an artifact may itself lie below /logs.
+    here, pending, num_hops = parent_of(own).rstrip("/"), [posixpath.basename(own)], 0
     while pending and num_hops <= MAX_HOPS:
         part = pending.pop()
         if part in ("", "."):

@@ -117,6 +117,17 @@ def test_only_artifacts_reach_a_separate_verifier_at_their_own_paths(with_grader
     with_grader(main)
 
 
+def test_the_usual_artifacts_folder_reaches_a_separate_verifier(with_grader) -> None:
+    solve = b"echo 1 >/logs/artifacts/found\nln -s found /logs/artifacts/link\nln -s /tests /logs/artifacts/spy\n"
+    test = reward_of("[ -s /logs/artifacts/link ] && ! [ -L /logs/artifacts/spy ]")
+
+    async def main(grader: Grader, _: Backend) -> None:
+        files = {"solution/solve.sh": solve, "tests/test.sh": test}
+        assert await oracle_and_nop(grader, separate(b"", **files)) == (1.0, 0.0)
+
+    with_grader(main)
+
+
 def test_a_folder_among_the_artifacts_replaces_the_verifiers_own(with_grader) -> None:
     dockerfile = DOCKERFILE + b"RUN mkdir /app/out && touch /app/out/a.txt /app/out/stale\n"
     solve = b"sort kamo.txt >rilo.txt\necho 1 >out/a.txt\nrm out/stale\n"
