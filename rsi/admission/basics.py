@@ -106,7 +106,7 @@ async def noop(evidence: Evidence) -> Finding:
 
 async def verifier_health(evidence: Evidence) -> Finding:
     """The verifier needs nothing from outside, and writes a reward whatever it finds."""
-    if found := next(_reaches_out(evidence.task.under("tests")), ""):
+    if found := next(reaches_out(evidence.task.under("tests")), ""):
         return Finding(f"{found}; grading has no network: put what the tests need into the image")
     runs = {
         "the reference": (await evidence.reference(0)).verdict,
@@ -181,7 +181,7 @@ def _health_of(verdict: Verdict) -> str:
     return ""
 
 
-def _reaches_out(tests: Mapping[str, bytes]) -> Iterator[str]:
+def reaches_out(tests: Mapping[str, bytes]) -> Iterator[str]:
     """Commands of the verifier that install or fetch, each named with its file; comments are no commands."""
     for path, content in sorted(tests.items()):
         if not path.endswith(SCRIPTS):

@@ -70,20 +70,20 @@ TWO_OUTPUTS = {
 }
 
 STRUCTURE = {
-    "no instruction": changed(sort_lines(), **{"instruction.md": None}),
+    "no instruction": changed(sort_lines(), {"instruction.md": None}),
     "an empty instruction": changed(
         sort_lines(),
-        **{"instruction.md": "\n  \n"},
+        {"instruction.md": "\n  \n"},
     ),
-    "no solution": changed(sort_lines(), **{"solution/solve.sh": None}),
-    "no tests": changed(sort_lines(), **{"tests/test.sh": None}),
+    "no solution": changed(sort_lines(), {"solution/solve.sh": None}),
+    "no tests": changed(sort_lines(), {"tests/test.sh": None}),
     "task.toml is no TOML": changed(
         sort_lines(),
-        **{"task.toml": "[task\nname =\n"},
+        {"task.toml": "[task\nname =\n"},
     ),
     "network is not ruled out": changed(
         sort_lines(),
-        **{
+        {
             "task.toml": """
         [task]
         name = "rsi/corpus"
@@ -95,7 +95,7 @@ STRUCTURE = {
     "the workdir is the system's": sort(dockerfile="WORKDIR /usr/share\n"),
     "Windows line ends": changed(
         sort_lines(),
-        **{"solution/solve.sh": "#!/bin/bash\r\nsort words.txt > sorted.txt\r\n"},
+        {"solution/solve.sh": "#!/bin/bash\r\nsort words.txt > sorted.txt\r\n"},
     ),
 }
 
@@ -201,11 +201,12 @@ LEAKAGE = {
             sort words.txt > /tmp/all.txt
             mv /tmp/all.txt sorted.txt
             """,
-        **{
-            "environment/files/.build/run.sh": """
-            sort words.txt > /tmp/all.txt
-            mv /tmp/all.txt sorted.txt
-            """
+        inputs={
+            **INPUTS,
+            ".build/run.sh": """
+                sort words.txt > /tmp/all.txt
+                mv /tmp/all.txt sorted.txt
+                """,
         },
         dockerfile="COPY files/.build/run.sh /opt/run.sh\n",
     ),

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.corpus.write import Files, by_bash, by_pytest, by_script, managed, tarred, task
+from tests.corpus.write import Files, by_bash, by_pytest, by_script, changed, managed, tarred, task
 
 WORDS = """
     pear
@@ -945,27 +945,17 @@ def archive_made_in_the_build() -> Files:
 
 
 def solution_of_two_files() -> Files:
-    return task(
+    plain = task(
         "Write the second largest number of numbers.txt to second.txt.\n",
         "python3 /solution/second.py > second.txt\n",
         by_bash("has second.txt 30"),
-        {
-            "numbers.txt": """
-            12
-            30
-            7
-            44
-            """
-        },
-        **{
-            "solution/second.py": (
-                """
-                numbers = sorted(int(line) for line in open('/app/numbers.txt'))
-                print(numbers[-2])
-                """
-            )
-        },
+        {"numbers.txt": "12\n30\n7\n44\n"},
     )
+    program = """
+        numbers = sorted(int(line) for line in open('/app/numbers.txt'))
+        print(numbers[-2])
+        """
+    return changed(plain, {"solution/second.py": program})
 
 
 SOUND: dict[str, Callable[[], Files]] = {

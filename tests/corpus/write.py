@@ -25,9 +25,8 @@ def task(
     inputs: Mapping[str, str | bytes] | None = None,
     dockerfile: str = "",
     limits: TaskLimits = LIMITS,
-    **more: str | bytes,
 ) -> Files:
-    """inputs: of the workdir, /app. dockerfile: lines after the copying of the inputs. more: other files by path."""
+    """inputs: of the workdir, /app. dockerfile: lines after the copying of the inputs."""
     copied = "COPY files/ /app/\n" if inputs else ""
     files: dict[str, str | bytes] = {
         "task.toml": task_toml("corpus", limits),
@@ -36,12 +35,11 @@ def task(
         "solution/solve.sh": f"#!/bin/bash\nset -e\n{flush(solution)}",
         **{f"environment/files/{path}": content for path, content in (inputs or {}).items()},
         **{f"tests/{path}": content for path, content in tests.items()},
-        **more,
     }
     return {path: _bytes(content) for path, content in files.items()}
 
 
-def changed(files: Files, **changes: str | bytes | None) -> Files:
+def changed(files: Files, changes: Mapping[str, str | bytes | None]) -> Files:
     """A task with other files, or (None) without some."""
     whole: dict[str, str | bytes | None] = {**files, **changes}
     return {path: _bytes(content) for path, content in whole.items() if content is not None}
