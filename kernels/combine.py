@@ -37,7 +37,11 @@ def combine_reference(rows: Tensor, weights: Tensor | None, inv: Tensor, k: int)
 
 def _pick(rows: Tensor, inv: Tensor) -> Tensor:
     """rows[inv], zeros where inv is -1."""
-    return rows[inv.clamp(min=0).long()].masked_fill((inv < 0).view(-1, *[1] * (rows.dim() - 1)), 0)
+    picked = rows.index_select(0, inv.clamp(min=0))
+    nobody = inv < 0
+    if inv.is_cuda or nobody.any():  # to ask a GPU would be to wait for it
+        picked = picked.masked_fill(nobody[:, None], 0)
+    return picked
 
 
 @torch.library.custom_op("rsi::combine", mutates_args=())

@@ -1,5 +1,6 @@
 """Weighted sum of each token's K rows, and its gradient: one program a token, float32 in registers."""
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 # (to pyright a kernel is the Python function that it looks like)
 
 from __future__ import annotations

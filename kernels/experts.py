@@ -88,7 +88,7 @@ def _forward(
     """(y, pre-activations [T * K, 2I])."""
     impl = resolve(impl, x.device)
     k = weights.shape[1]
-    pre = grouped_mm(x[(perm // k).long()], w_gate_up.transpose(1, 2), offs)
+    pre = grouped_mm(x.index_select(0, perm // k), w_gate_up.transpose(1, 2), offs)
     if impl == "triton":
         from rsi_kernels import swiglu_triton
 
@@ -118,8 +118,8 @@ def _backward(
     """(gradients of x, w_gate_up, w_down, weights); the first three come back empty where they are not needed."""
     impl = resolve(impl, x.device)
     k = weights.shape[1]
-    token = (perm // k).long()
-    grad_rows = grad[token]
+    token = perm // k
+    grad_rows = grad.index_select(0, token)
     row_weights = weights.reshape(-1)[perm.long()]
     grad_activated = grouped_mm(grad_rows, w_down, offs)
     if impl == "triton":
@@ -130,7 +130,7 @@ def _backward(
         grad_pre, weighted, grad_row_weights = _swiglu_backward(pre, grad_activated, row_weights)
     grad_down = grouped_mm(grad_rows.t(), weighted, offs) if need_down else x.new_empty(0)
     del grad_rows, weighted, grad_activated
-    grad_gate_up = grouped_mm(grad_pre.t(), x[token], offs) if need_gate_up else x.new_empty(0)
+    grad_gate_up = grouped_mm(grad_pre.t(), x.index_select(0, token), offs) if need_gate_up else x.new_empty(0)
     grad_x = x.new_empty(0)
     if need_hidden:
         grad_x = combine(grouped_mm(grad_pre, w_gate_up, offs), None, inv, k, impl=impl)

@@ -3,7 +3,8 @@
 One program a row. Exponentials are in base 2: with natural ones more registers spill. Everything loaded is widened to
 float32 at once, and rows are addressed in int64: T * V passes 2^31.
 """
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 # (to pyright a kernel is the Python function that it looks like)
 
 from __future__ import annotations

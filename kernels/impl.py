@@ -21,7 +21,7 @@ IMPLS = ("auto", "torch", "triton", "cuda")
 log = logging.getLogger(__name__)
 
 
-def resolve(impl: str, device: torch.device, has_cuda_source: bool = False) -> str:
+def resolve(impl: str, device: torch.device, has_cuda_source: bool = False) -> Literal["torch", "triton", "cuda"]:
     """ "torch", "triton" or "cuda" for tensors on `device`.
 
     auto: on compute capability 9.0 or newer the op's CUDA source if it has one that can be built, else Triton; torch
@@ -43,7 +43,7 @@ def resolve(impl: str, device: torch.device, has_cuda_source: bool = False) -> s
             raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
 
 
-def _auto(device: torch.device, has_cuda_source: bool) -> str:
+def _auto(device: torch.device, has_cuda_source: bool) -> Literal["torch", "triton", "cuda"]:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         _say_once(f"tensors on {device.type}: the torch path runs (Triton and CUDA want compute capability 9.0)")
         return "torch"

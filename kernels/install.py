@@ -27,7 +27,7 @@ def install(model: nn.Module, impl: Impl = "auto") -> int:
     Raises ValueError for experts whose weights do not lie as Qwen3-MoE's and Qwen3.5-MoE's do ([E, 2I, H], gate rows
     first; SwiGLU; no bias), before anything is changed.
     """
-    layers = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    layers: list[Any] = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
     for layer in layers:
         _check(layer)
     if not layers:
@@ -37,7 +37,7 @@ def install(model: nn.Module, impl: Impl = "auto") -> int:
     name = NAME.format(impl=impl)
     ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(_experts_forward, impl=impl))
     for layer in layers:
-        layer.config._experts_implementation = name  # pyright: ignore[reportAttributeAccessIssue]
+        layer.config._experts_implementation = name
     for router in _routers(model):
         router.forward = functools.partial(_router_forward, router, impl=impl)
     return len(layers)
@@ -45,9 +45,10 @@ def install(model: nn.Module, impl: Impl = "auto") -> int:
 
 def uninstall(model: nn.Module) -> None:
     """Back to transformers' grouped products and routers."""
-    for layer in model.modules():
-        if type(layer).__name__.endswith("Experts"):
-            layer.config._experts_implementation = "grouped_mm"  # pyright: ignore[reportAttributeAccessIssue]
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if type(module).__name__.endswith("Experts"):
+            module.config._experts_implementation = "grouped_mm"
     for router in _routers(model):
         router.__dict__.pop("forward", None)
 

@@ -198,13 +198,14 @@ def _forward(
     for rows in parts:
         x = hidden[rows]
         z, dz = head.logits(x), head.dlogits(x.shape[0])
-        of_rows = [None if row is None else row[rows] for row in (target, old, ref, advantage, token_weight)]
+        before, reference = (None if row is None else row[rows] for row in (old, ref))
+        operands = (target[rows], before, reference, advantage[rows], token_weight[rows], values[rows])
         if impl == "triton":
             from rsi_kernels import head_triton
 
-            head_triton.loss_rows(z, dz, *of_rows, values[rows], metrics[:, rows], *options)
+            head_triton.loss_rows(z, dz, *operands, metrics[:, rows], *options)
         else:
-            _loss_rows(z, dz, *of_rows, values[rows], metrics[:, rows], *options)  # pyright: ignore[reportArgumentType]
+            _loss_rows(z, dz, *operands, metrics[:, rows], *options)
         if need_hidden:
             head.hidden_grad(dz, grad_hidden[rows])
         if need_weight:

@@ -2,7 +2,8 @@
 
 No atomics: their order, and so the order of tokens, would differ from run to run.
 """
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 # (to pyright a kernel is the Python function that it looks like)
 
 from __future__ import annotations

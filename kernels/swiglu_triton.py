@@ -1,5 +1,6 @@
 """The elementwise middle of the experts, one program a row: SwiGLU, and its gradient with that of the row's weight."""
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 # (to pyright a kernel is the Python function that it looks like)
 
 from __future__ import annotations

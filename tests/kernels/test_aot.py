@@ -54,7 +54,7 @@ def test_row_kernels_read_whole_vectors(report: dict[str, Any]):
 
 
 def test_a_kernel_that_spills_fails_the_run(tmp_path: Path):
-    """64 rows of 1,024 numbers held at once by one warp: 2,048 registers a thread, of which 255 exist."""
+    """16 rows of 1,024 numbers held at once by one warp: 512 registers a thread, of which 255 exist."""
     source = """
 import os
 os.environ.pop("TRITON_INTERPRET", None)
@@ -64,11 +64,9 @@ from rsi_kernels.aot import Case, compile_case
 
 @triton.jit
 def sorting_kernel(X, Y):
-    o = tl.arange(0, 64)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
+    o = tl.arange(0, 16)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
     x = tl.load(X + o)
-    for k in tl.static_range(3):
-        x = x / tl.sum(x, 1)[:, None] + x / tl.max(x, 0)[None, :]
-    tl.store(Y + o, x)
+    tl.store(Y + o, x / tl.sum(x, 1)[:, None])
 
 usage = compile_case(Case("hog", sorting_kernel, {"X": "*fp32", "Y": "*fp32"}, {}, ("X", "Y"), {"num_warps": 1}))
 print(usage.spills, usage.stack, *usage.faults)

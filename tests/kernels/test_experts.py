@@ -1,4 +1,6 @@
 """combine and experts against a float64 loop over experts: values and gradients, with experts that get nothing."""
+# pyright: reportCallIssue=false
+# (lists of operands are unpacked before others)
 
 from __future__ import annotations
 

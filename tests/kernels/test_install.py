@@ -16,10 +16,11 @@ from tests.kernels.checks import DEVICE, rel
 def qwen3(**changes: Any) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config: Any = Qwen3MoeConfig(  # pyright: ignore[reportCallIssue]
+    options: Any = {"head_dim": 8} | changes
+    config: Any = Qwen3MoeConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, initializer_range=0.2,
-        **({"head_dim": 8} | changes),
+        **options,
     )  # fmt: skip
     torch.manual_seed(0)
     model: Any = Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
