@@ -110,8 +110,8 @@ class FsdpTrainer:
         self._lead("export", directory)
 
     def close(self) -> None:
-        """The others stop following, and all ranks leave. After a call that broke on this rank alone nobody is told: the
-        others wait for it in the middle of that call, and torchrun ends them once this process is gone."""
+        """The others stop following, and all ranks leave. After a call that broke on this rank alone nobody is told:
+        the others wait for it in the middle of that call, and torchrun ends them once this process is gone."""
         if not self._is_broken:
             self._tell(None)
             dist.destroy_process_group()
