@@ -49,7 +49,7 @@ def _forward(rows: Tensor, weights: Tensor | None, inv: Tensor, k: int, impl: st
     if resolve(impl, rows.device) == "triton":
         from rsi_kernels import combine_triton
 
-        return combine_triton.forward(rows.contiguous(), weights, inv, k)
+        return combine_triton.forward(rows.contiguous(), weights, inv.contiguous(), k)
     wide = torch.promote_types(rows.dtype, torch.float32)
     picked = _pick(rows, inv).view(-1, k, rows.shape[1]).to(wide)
     if weights is None:
@@ -65,7 +65,7 @@ def _backward(
     if resolve(impl, rows.device) == "triton":
         from rsi_kernels import combine_triton
 
-        return combine_triton.backward(grad, rows.contiguous(), weights, inv, k)
+        return combine_triton.backward(grad, rows.contiguous(), weights, inv.contiguous(), k)
     wide = torch.promote_types(rows.dtype, torch.float32)
     grad_slots = grad[:, None].to(wide).expand(-1, k, -1)
     grad_weights = rows.new_empty(0, dtype=wide)

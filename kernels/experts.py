@@ -92,7 +92,7 @@ def _forward(
     if impl == "triton":
         from rsi_kernels import swiglu_triton
 
-        activated = swiglu_triton.forward(pre)
+        activated = swiglu_triton.forward(pre.contiguous())
     else:
         gate, up = pre.chunk(2, -1)
         activated = F.silu(gate).mul_(up)
@@ -125,7 +125,9 @@ def _backward(
     if impl == "triton":
         from rsi_kernels import swiglu_triton
 
-        grad_pre, weighted, grad_row_weights = swiglu_triton.backward(pre, grad_activated, row_weights)
+        grad_pre, weighted, grad_row_weights = swiglu_triton.backward(
+            pre.contiguous(), grad_activated.contiguous(), row_weights
+        )
     else:
         grad_pre, weighted, grad_row_weights = _swiglu_backward(pre, grad_activated, row_weights)
     grad_down = grouped_mm(grad_rows.t(), weighted, offs) if need_down else x.new_empty(0)

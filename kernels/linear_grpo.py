@@ -188,6 +188,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, metrics [4, T], gradient of hidden, of weight); a gradient that is not needed comes back empty."""
     impl = resolve(impl, hidden.device)
+    target, advantage, token_weight = target.contiguous(), advantage.contiguous(), token_weight.contiguous()
+    old, ref = (None if row is None else row.contiguous() for row in (old, ref))
     parts = chunks(hidden.shape[0], weight.shape[0], chunk, hidden.device)
     head = Head(weight, parts[0].stop if parts else 0, fp32_logits)
     values = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))

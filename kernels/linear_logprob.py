@@ -64,6 +64,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logp, entropy, lse), each [T]."""
     impl = resolve(impl, hidden.device)
+    target = target.contiguous()
     parts = chunks(hidden.shape[0], weight.shape[0], chunk, hidden.device)
     logp, entropy, lse = (_rows_like(hidden) for _ in range(3))
     head = Head(weight, parts[0].stop if parts else 0, fp32_logits)
@@ -107,6 +108,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """(gradient of hidden, of weight); one that is not needed comes back empty."""
     impl = resolve(impl, hidden.device)
+    target = target.contiguous()
     parts = chunks(hidden.shape[0], weight.shape[0], chunk, hidden.device)
     head = Head(weight, parts[0].stop if parts else 0, fp32_logits)
     grad_hidden = torch.empty_like(hidden if need_hidden else hidden[:0])

@@ -1,6 +1,6 @@
 """The kernels beside what they replace, on this machine, in one run.
 
-    python scripts/bench_kernels.py [--json] [--rounds 5] [--tokens 32768]
+    python scripts/bench_kernels.py [--json] [--rounds 5] [--head T H V] [--tokens 32768] [--no-aot]
 
 On a CPU: the torch path against naive logits (T=2048, H=256, V=32,768, float32, forward and backward) and against
 transformers' eager loop of experts (T=2048, H=256, I=96, E=128, K=8). Times are process CPU seconds on one thread, the
@@ -9,7 +9,9 @@ its own. The naive side computes the loss alone; ours computes entropies as well
 
 On a GPU: first its ceilings (an 8.6 GB copy, a bfloat16 product of 8192, each op's bare products), then correctness of
 the same data, then median time and peak memory of each op beside torch, Liger and TRL where they can be imported.
-GPU results also go to kernels/results/<gpu>.json. Keys of --json: device, commit, versions, and on a CPU
+GPU results also go to kernels/results/<gpu>.json.
+
+Keys of --json: device, commit, versions, aot_configs and aot_spills (of scripts/kernels_aot.py), and on a CPU
 logprob_memory_ratio (the worse of both ops; ours / naive), grpo_time_ratio, logprob_time_ratio (ours / naive),
 experts_fwd_ratio, experts_bwd_ratio (eager / ours), with what they were made of; on a GPU ceilings, errors, and for
 each op {"ms", "floor_ms", "fraction_of_bare_gemms", "over_torch", "over_liger", "over_trl"}.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import importlib.util
 import json
 import re
 import subprocess
@@ -40,7 +43,7 @@ from rsi_kernels.permute import permute
 from rsi_kernels.route import route, route_reference
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU_HEAD = {"tokens": 2048, "hidden": 256, "vocabulary": 32768}
+CPU_HEAD = (2048, 256, 32768)
 CPU_EXPERTS = {"tokens": 2048, "hidden": 256, "inner": 96, "num_experts": 128, "k": 8}
 CLIP: dict[str, Any] = {"temperature": 1.0, "loss": "clip", "lo": 0.2, "hi": 0.28}
 Step = Callable[[], Any]
@@ -107,16 +110,16 @@ def expert_module(hidden: int, inner: int, num_experts: int, k: int) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------- CPU
-def cpu_report(rounds: int) -> dict[str, Any]:
+def cpu_report(rounds: int, shape: tuple[int, int, int]) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    operands = head_operands(**CPU_HEAD, dtype=torch.float32, device="cpu")
+    operands = head_operands(*shape, torch.float32, "cpu")
     steps = head_steps(operands)
     losses = {name: step().item() for name, step in steps.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-4, f"the sides disagree: {losses}"
     seconds = best_cpu_seconds(steps, rounds, [operands["x"], operands["w"]])
     del operands, steps
-    mib = {name: peak_of_a_process(name) for name in seconds}
+    mib = {name: peak_of_a_process(name, shape) for name in seconds}
     torch.set_num_threads(threads)
     return {
         "logprob_memory_ratio": max(mib["linear_logprob"], mib["linear_grpo"]) / mib["naive"],
@@ -182,16 +185,16 @@ def best_cpu_seconds(steps: Mapping[str, Step], rounds: int, leaves: list[Tensor
     return best
 
 
-def peak_of_a_process(name: str) -> float:
-    command = [sys.executable, __file__, "--peak-of", name]
+def peak_of_a_process(name: str, shape: tuple[int, int, int]) -> float:
+    command = [sys.executable, __file__, "--peak-of", name, "--head", *map(str, shape)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def peak_extra_mib(name: str) -> float:
+def peak_extra_mib(name: str, shape: tuple[int, int, int]) -> float:
     """Growth of this process' resident peak over one step, gradients included; a small step has warmed torch up."""
     torch.set_num_threads(1)
     head_steps(head_operands(64, 64, 512, torch.float32, "cpu"))[name]()
-    step = head_steps(head_operands(**CPU_HEAD, dtype=torch.float32, device="cpu"))[name]
+    step = head_steps(head_operands(*shape, torch.float32, "cpu"))[name]
     ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc holds back would hide as much of the step's
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _resident_mib("VmRSS")
@@ -423,6 +426,15 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def aot_counts() -> dict[str, int | None]:
+    """Of scripts/kernels_aot.py, which also tells which ones; None without triton."""
+    if importlib.util.find_spec("triton") is None:
+        return {"aot_configs": None, "aot_spills": None}
+    command = [sys.executable, str(ROOT / "scripts" / "kernels_aot.py"), "--json"]
+    report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)
+    return {name: report[name] for name in ("aot_configs", "aot_spills")}
+
+
 def device_name() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
@@ -440,13 +452,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--rounds", type=int, default=5, help="CPU: rounds of which the best counts (default 5)")
     parser.add_argument("--tokens", type=int, default=32768, help="GPU: tokens of a step (default 32768)")
+    parser.add_argument("--head", type=int, nargs=3, default=CPU_HEAD, metavar=("T", "H", "V"), help="CPU: its shape")
+    parser.add_argument("--no-aot", action="store_true", help="leave out aot_configs and aot_spills (a minute)")
     parser.add_argument("--peak-of", choices=("naive", "linear_logprob", "linear_grpo"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak_of:
-        print(peak_extra_mib(args.peak_of))
+        print(peak_extra_mib(args.peak_of, args.head))
         return
     result: dict[str, Any] = {"device": device_name(), "commit": commit(), "versions": versions()}
-    result |= gpu_report(args.tokens) if torch.cuda.is_available() else cpu_report(args.rounds)
+    result |= {} if args.no_aot else aot_counts()
+    result |= gpu_report(args.tokens) if torch.cuda.is_available() else cpu_report(args.rounds, args.head)
     if torch.cuda.is_available():
         name = re.sub(r"\W+", "_", result["device"]).strip("_").lower()
         results = ROOT / "kernels" / "results"

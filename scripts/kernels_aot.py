@@ -10,13 +10,23 @@ aot_configs, aot_spills, faults, configs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: nothing could be compiled under it
+
+
+def compile_one(index: int) -> Any:
+    """By its place among the shipped ones: a kernel cannot be sent to another process."""
+    from rsi_kernels import aot
+
+    return aot.compile_case(next(itertools.islice(aot.shipped(), index, None)))
 
 
 def report(only: str) -> dict[str, Any]:
@@ -24,15 +34,17 @@ def report(only: str) -> dict[str, Any]:
 
     from rsi_kernels import aot, cuda_library
 
-    usages = []
-    for case in aot.shipped():
-        if only in case.name:
-            usages.append(aot.compile_case(case))
-            print(f"\r{len(usages)} compiled", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
     nvcc = cuda_library.find_nvcc()
-    if nvcc:
-        usages += [usage for usage in cuda_library.resources(nvcc) if only in usage.name]
+    wanted = [i for i, case in enumerate(aot.shipped()) if only in case.name]
+    usages: list[aot.Usage] = []
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        of_cuda = pool.submit(cuda_library.resources, nvcc) if nvcc else None
+        for usage in pool.map(compile_one, wanted):
+            usages.append(usage)
+            print(f"\r{len(usages)} compiled", end="", file=sys.stderr, flush=True)
+        if of_cuda:
+            usages += [usage for usage in of_cuda.result() if only in usage.name]
+    print(file=sys.stderr)
     return {
         "triton": triton.__version__,
         "nvcc": cuda_library.version(nvcc) if nvcc else None,

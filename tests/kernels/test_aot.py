@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-RUN_S = 900
+RUN_S = 1800
 
 
 def run(repo: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

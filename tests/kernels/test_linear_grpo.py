@@ -119,6 +119,16 @@ def test_bfloat16_operands_give_a_float32_loss(impl: Impl, loss: dict[str, Any])
 
 
 @BOTH
+def test_rows_may_be_strided(impl: Impl):
+    args = operands(11, 8, 300)
+    strided = [torch.stack([row, row], 1)[:, 0] for row in args[2:]]
+    assert not any(row.is_contiguous() for row in strided)
+    dense, _ = linear_grpo(*args, **CLIP, beta=0.1, temperature=1.0, chunk=4, impl=impl)
+    loss, _ = linear_grpo(*args[:2], *strided, **CLIP, beta=0.1, temperature=1.0, chunk=4, impl=impl)
+    assert torch.equal(dense, loss)
+
+
+@BOTH
 def test_a_masked_chunk_gives_nothing(impl: Impl):
     args = operands(11, 8, 300)
     args[6] = torch.zeros_like(args[6])
