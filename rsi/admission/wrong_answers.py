@@ -19,6 +19,8 @@ from rsi.types import Task
 CONSTANT = b"0\n"
 CHECK_S = 20.0
 MAX_LINES = 400
+SPARE = 3
+"""Mutants drawn for one that is run: some will not parse."""
 INTEGER = re.compile(r"(?<![\w$&<>.{-])(\d{1,9})(?![\w>.])")
 ALTERATIONS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\bsort\b(?!\.)"), "sort -r"),
@@ -46,8 +48,8 @@ class Mutant:
 async def mutation(evidence: Evidence) -> Finding:
     """Most references with one step dropped or altered lose reward."""
     first, start, volatile = await evidence.right_reference(), await evidence.initial(), await evidence.volatile()
-    mutants = await _that_parse(evidence, mutants_of(evidence.task))
-    chosen = sample(mutants, evidence.config.mutants)
+    drawn = sample(mutants_of(evidence.task), SPARE * evidence.config.mutants)
+    chosen = sample(await _that_parse(evidence, drawn), evidence.config.mutants)
     task = await evidence.hurried()
 
     async def run(mutant: Mutant) -> Graded:
