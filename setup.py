@@ -20,10 +20,12 @@ setup(
     packages=[
         "rsi",
         "rsi.admission",
+        "rsi.cli",
         "rsi.domains",
         "rsi.engine",
         "rsi.harbor",
         "rsi.propose",
+        "rsi.report",
         "rsi.sandbox",
         "rsi.trainer",
         "rsi_eval",
@@ -37,7 +39,15 @@ setup(
         "rsi_eval": ["*.jsonl", "*.jsonl.gz", "*.sha256"],
     },
     entry_points={"console_scripts": ["rsi = rsi.cli:main"]},
-    install_requires=["numpy>=2", "pyyaml>=6", "rich>=13", "jinja2>=3.1", "pytest>=8"],
+    install_requires=[
+        "numpy>=2",
+        "pyyaml>=6",
+        "rich>=13",
+        "jinja2>=3.1",
+        "pytest>=8",
+        "tomli-w>=1.1",
+        "pathspec>=0.12",
+    ],
     extras_require={
         # pytest is a base requirement: verifiers inside the sandbox run on it.
         "cpu": [*TORCH, *ON_DISK],
@@ -47,7 +57,7 @@ setup(
         "deepspeed": [*TORCH, "deepspeed>=0.19.8,<0.20", "accelerate>=1.15,<2"],
         "docker": ["docker>=7.1,<8"],
         "terminal": ["pyte>=0.8"],
-        "harbor": ["harbor>=0.25,<0.27; python_version >= '3.12'"],
+        "harbor": ["harbor>=0.26,<0.27; python_version >= '3.12'"],
         "dev": ["ruff>=0.17", "pyright[nodejs]>=1.1.414"],
     },
 )

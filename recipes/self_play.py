@@ -122,6 +122,7 @@ async def propose_round(
         config.solve.episode,
         held_out=state.held_out,
         known=[entry.task for entry in entries],
+        near_duplicate=config.pool.near_duplicate,
         step=step,
         seed=config.seed,
         on_progress=watch,

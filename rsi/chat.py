@@ -44,6 +44,7 @@ BASH_TOOL: dict[str, Any] = {
 }
 
 MAX_CALL_CHARS = 64_000
+MAX_HINT_CHARS = 4_000
 
 
 def proposer_message(assignment: Assignment) -> str:
@@ -62,9 +63,25 @@ def invalid_message(complaint: str) -> str:
     return f"{complaint}. Revise."
 
 
-def revision_message(decision: str, mean: float) -> str:
-    """What the proposer reads when a valid task is out of the band; decision is `too_easy`, `too_hard`, `no_spread`."""
-    return f"Calibration: mean {mean:.2f}, {decision.replace('_', ' ')}. Revise."
+def duplicate_message(similarity: float = 1.0) -> str:
+    """What the proposer reads when the pool has the task, or one whose instruction and solution are that similar."""
+    if similarity >= 1.0:
+        return "The pool has this task already. Revise."
+    return f"The pool has a task that is {similarity:.0%} the same. Revise."
+
+
+def revision_message(decision: str, mean: float, hinted: float | None = None) -> str:
+    """What the proposer reads when a valid task is out of the band; decision is `too_easy`, `too_hard`, `no_spread`.
+
+    hinted: what the solver earned when it was shown the reference; None: it was not.
+    """
+    shown = "" if hinted is None else f" Shown the reference, the solver earned {hinted:.2f}."
+    return f"Calibration: mean {mean:.2f}, {decision.replace('_', ' ')}.{shown} Revise."
+
+
+def hinted_instruction(instruction: str, solution: str) -> str:
+    """What the solver reads in the diagnostic attempt at a task that was too hard for it."""
+    return f"{instruction.rstrip()}\n\nThis script does it:\n{solution[:MAX_HINT_CHARS].rstrip()}\n"
 
 
 @dataclass(frozen=True)

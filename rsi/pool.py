@@ -4,7 +4,8 @@ Tasks lie on disk as Harbor directories, and every event is one line of an appen
 removed by an eviction: a later task may name it as its parent, and a checkpoint of before the eviction still needs it.
 `state` is small and goes into the trainer's checkpoint; `restore` cuts the journal back to it, so that a step which is
 done again after a crash counts once. The paper does not say how environments are sampled or parents chosen; the rules
-are at `sample` and `assign`. The journal holds no clock time: a redone step writes the same lines.
+are at `sample` and `assign`. The journal holds no clock time: a redone step writes the same lines. A task's directory
+is complete before its line is written, and a line that a kill tore is no line, so a pool can be read after any crash.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,17 @@ class PoolConfig:
     low: float = 0.25
     high: float = 0.75
     """A reviewed task outside [low, high] is evicted."""
+    quotas: Mapping[str, float] = field(default_factory=dict)
+    """Greatest share of the capacity by domain: {terminal: 0.5}. A domain without one may fill the pool."""
+    near_duplicate: float = 0.9
+    """A proposal whose instruction and solution are more similar than this to a task of the pool, or to an earlier
+    admitted one of its round, is a duplicate (Jaccard over triples of tokens, by MinHash); 1: only exact copies are."""
 
     def __post_init__(self) -> None:
+        if wrong := {domain: share for domain, share in self.quotas.items() if not 0.0 < share <= 1.0}:
+            raise ValueError(f"pool.quotas={wrong}; a quota is a share of the capacity, 0 < share <= 1")
+        if not 0.0 < self.near_duplicate <= 1.0:
+            raise ValueError(f"pool.near_duplicate={self.near_duplicate}; use 0 < similarity <= 1 (0.9 is usual)")
         if self.capacity < 1 or self.review_every < 1:
             raise ValueError(f"pool.capacity={self.capacity} and review_every={self.review_every}; use >= 1 for both")
         if not 0.0 <= self.seed_share <= 1.0 or not 0.0 <= self.low < self.high <= 1.0:
@@ -125,21 +135,34 @@ class Pool:
         """Seeds are not evicted when that would leave fewer than this."""
         return math.ceil(self.config.seed_share * self.config.capacity)
 
-    def add(self, task: Task, step: int, rewards: Sequence[float] = (), failures: Sequence[str] = ()) -> bool:
+    def add(
+        self,
+        task: Task,
+        step: int,
+        rewards: Sequence[float] = (),
+        failures: Sequence[str] = (),
+        evidence: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Admit a task with its calibration rewards and what the failed attempts failed at (see `failure`); False where
         it is already in. Where the pool is full, the task whose mean is farthest from the middle of the band makes
-        room; seeds only where more than `num_seeds_kept` are left."""
+        room; seeds only where more than `num_seeds_kept` are left. A domain at its quota makes room for itself.
+
+        evidence: what admission saw, JSON for the journal (assignment, gates, calibration).
+        """
         if task.id in self._entries:
             return False
-        if len(self._entries) >= self.config.capacity:
-            self._make_room(step)
+        rivals = [entry for entry in self._entries.values() if entry.task.domain == task.domain]
+        if len(rivals) >= self._places(task.domain):
+            self._make_room(step, rivals, f"the quota of {task.domain} is met")
+        elif len(self._entries) >= self.config.capacity:
+            self._make_room(step, list(self._entries.values()), "the pool is full")
         _write_tree(task.files, self._folder(task.id))
         self._entries[task.id] = Entry(
             task, step, step, rewards=tuple(rewards)[-WINDOW:], failures=tuple(failures)[-WINDOW:]
         )
         self._num_admitted += 1
         measured = {"rewards": list(rewards), **_moments(rewards)}
-        about = {"domain": task.domain, "lineage": asdict(task.lineage), **measured}
+        about = {"domain": task.domain, "lineage": asdict(task.lineage), **measured, **(evidence or {})}
         self._write_event("admitted", step, task.id, about)
         return True
 
@@ -155,7 +178,9 @@ class Pool:
                 rewards=(*entry.rewards, *group.rewards)[-WINDOW:],
                 failures=(*entry.failures, *failures)[-WINDOW:],
             )
-            self._write_event("recorded", step, group.key, {"rewards": list(group.rewards), **_moments(group.rewards)})
+            attempts = [attempt.trajectory.id for attempt in group.attempts]
+            about = {"rewards": list(group.rewards), **_moments(group.rewards), "attempts": attempts}
+            self._write_event("recorded", step, group.key, about)
 
     def sample(self, num: int, rng: np.random.Generator) -> list[Task]:
         """`num` tasks to train on, distinct while the pool has enough.
@@ -269,13 +294,17 @@ class Pool:
     def _seeds_to_spare(self) -> bool:
         return sum(entry.seed for entry in self._entries.values()) > self.num_seeds_kept
 
-    def _make_room(self, step: int) -> None:
+    def _places(self, domain: str) -> int:
+        return max(1, math.floor(self.config.quotas.get(domain, 1.0) * self.config.capacity))
+
+    def _make_room(self, step: int, rivals: list[Entry], reason: str) -> None:
         middle = (self.config.low + self.config.high) / 2
-        candidates = [entry for entry in self._entries.values() if not entry.seed or self._seeds_to_spare]
+        candidates = [entry for entry in rivals if not entry.seed or self._seeds_to_spare]
         # Only where all that is left are seeds to keep: then one of them has to go all the same.
-        candidates = candidates or list(self._entries.values())
-        worst = max(candidates, key=lambda e: (abs((middle if e.mean is None else e.mean) - middle), -e.added))
-        self._evict(worst.task.id, step, "the pool is full")
+        worst = max(
+            candidates or rivals, key=lambda e: (abs((middle if e.mean is None else e.mean) - middle), -e.added)
+        )
+        self._evict(worst.task.id, step, reason)
 
     def _evict(self, task_id: str, step: int, reason: str) -> None:
         entry = self._entries.pop(task_id)
@@ -307,7 +336,7 @@ class Pool:
         return Assignment(name, task.domain, direction, task, mean, len(entry.rewards), entry.failure)
 
     def _folder(self, task_id: str) -> Path:
-        return _folder(self.root, task_id)
+        return task_folder(self.root, task_id)
 
     def _write_event(self, event: str, step: int, task_id: str, about: Mapping[str, Any]) -> None:
         line = json.dumps({"event": event, "step": step, "task": task_id, **about}) + "\n"
@@ -348,7 +377,8 @@ def _assignment_id(key: str, nonce: int) -> str:
     return "a-" + hashlib.sha256(f"{key}:{nonce}".encode()).hexdigest()[:12]
 
 
-def _folder(root: Path, task_id: str) -> Path:
+def task_folder(root: Path, task_id: str) -> Path:
+    """Where the Harbor directory of a task lies in the pool at `root`."""
     return root / "tasks" / task_id.removeprefix("sha256:")[:12]
 
 
@@ -391,7 +421,7 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
 
 def _entry_from_json(record: Mapping[str, Any], root: Path) -> Entry:
     described = dict(record["task"])
-    folder = _folder(root, described["id"])
+    folder = task_folder(root, described["id"])
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     if _seal(files) != described.pop("sha256"):
         raise ValueError(f"{folder} is not what the checkpoint was taken of; restore the pool directory of that time")

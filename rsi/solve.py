@@ -16,8 +16,8 @@ from rsi.advantages import is_useful
 from rsi.chat import SYSTEM, Chat
 from rsi.engine import Engine
 from rsi.episode import EpisodeLimits, run_episode
-from rsi.harbor.grade import Grader, collect
-from rsi.harbor.image import image_spec
+from rsi.harbor.grade import Grader
+from rsi.harbor.outputs import collect
 from rsi.sandbox import Backend, BuildError, Limits, SandboxError
 from rsi.types import Attempt, Group, Role, Stop, Task
 
@@ -86,25 +86,28 @@ async def attempt(
     id: str,
     seed: int,
     temperature: float | None = None,
+    instruction: str = "",
     on_progress: OnProgress = silent,
 ) -> Attempt | None:
     """One episode at `task` and its verdict; None when our side broke or the verifier gave no reward.
 
-    The tests enter only after the solver's sandbox is gone: its files are carried into a fresh one.
+    instruction: what the solver reads instead of the task's own. The tests enter only after the solver's sandbox is
+    gone: its files are carried into a fresh one.
     """
     on_progress("solver", "start", None)
-    made = await _attempt(site, task, limits, id, seed, temperature)
+    made = await _attempt(site, task, limits, id, seed, temperature, instruction or task.instruction)
     on_progress("solver", "fault" if made is None else "end", None if made is None else made.verdict.reward)
     return made
 
 
 async def _attempt(
-    site: Site, task: Task, limits: EpisodeLimits, id: str, seed: int, temperature: float | None
+    site: Site, task: Task, limits: EpisodeLimits, id: str, seed: int, temperature: float | None, instruction: str
 ) -> Attempt | None:
     try:
-        image = await site.backend.build(image_spec(task), task.limits.build_timeout_s)
-        sandbox = await site.backend.create(image, sandbox_limits(task))
+        image = await site.grader.build(task)
+        sandbox = await site.backend.create(image, sandbox_limits(task), site.grader.agent_network(task))
         try:
+            await site.grader.prepare(sandbox, task)
             trajectory = await run_episode(
                 site.engine,
                 site.chat,
@@ -113,7 +116,7 @@ async def _attempt(
                 task_id=task.id,
                 role="solver",
                 system=SYSTEM["solver"],
-                user=task.instruction,
+                user=instruction,
                 limits=replace(limits, wall_s=min(limits.wall_s, task.limits.agent_timeout_s)),
                 cwd=task.workdir,
                 seed=seed,
@@ -121,7 +124,7 @@ async def _attempt(
             )
             if trajectory.stop is Stop.FAULT:
                 return None
-            outputs = await collect(sandbox, task.workdir)
+            outputs = await collect(sandbox, task)
         finally:
             await sandbox.close()
         verdict = await site.grader.grade(task, outputs)

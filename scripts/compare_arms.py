@@ -54,6 +54,7 @@ async def compare(config: RunConfig, num_assignments: int, attempts: int) -> dic
                     config.solve.episode,
                     held_out=held_out,
                     known=[entry.task for entry in pool.entries],
+                    near_duplicate=config.pool.near_duplicate,
                     step=0,
                     seed=config.seed,
                 )

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rsi.chat": PURE,
     "rsi.sandbox": {"rsi.types", "rsi.sandbox"},
     "rsi.harbor": {"rsi.types", "rsi.sandbox", "rsi.harbor"},
-    "rsi.admission": BOXES,
+    "rsi.admission": BOXES | {"rsi.stats"},
     "rsi.domains": BOXES | {"rsi.chat"},  # the layout of a trace is chat's; neither knows a tokenizer
     "rsi.engine": {"rsi.types", "rsi.engine", "rsi_kernels"},
     "rsi.episode": EPISODES,

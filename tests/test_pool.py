@@ -1,11 +1,14 @@
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rsi.pool import JOURNAL, WEIGHT_EVEN, Pool, PoolConfig, failure, read_journal
+from rsi.pool import JOURNAL, WEIGHT_EVEN, Pool, PoolConfig, failure, read_journal, task_folder
 from rsi.types import Attempt, Group, Lineage, Stop, Task, TestResult, Trajectory, Verdict
 
 
@@ -258,3 +261,84 @@ def test_a_configuration_without_meaning_is_refused() -> None:
         PoolConfig(capacity=0)
     with pytest.raises(ValueError, match="seed_share=1.5"):
         PoolConfig(seed_share=1.5)
+
+
+def test_a_domain_at_its_quota_makes_room_for_itself(tmp_path: Path) -> None:
+    pool = Pool(PoolConfig(capacity=4, quotas={"terminal": 0.5}, seed_share=0.0), tmp_path)
+    pool.add(task("a", domain="web"), 0, [0.0])
+    pool.add(task("b", seed=False), 0, [0.5])
+    pool.add(task("c", seed=False), 0, [0.25])
+    pool.add(task("d", seed=False), 1, [0.5])
+    assert [entry.task.instruction for entry in pool.entries] == ["Do a.", "Do b.", "Do d."]
+    assert read_journal(tmp_path)[-2]["reason"] == "the quota of terminal is met"
+
+
+def test_the_journal_says_what_admission_saw_and_whose_attempts_were_recorded(tmp_path: Path) -> None:
+    pool = Pool(PoolConfig(), tmp_path)
+    pool.add(task("a"), 0, [1.0, 0.0], evidence={"gates": [{"name": "build", "passed": True, "reason": ""}]})
+    pool.record([group(task("a"), [1.0, 0.0])], 1)
+    admitted, recorded = read_journal(tmp_path)
+    assert admitted["gates"][0]["name"] == "build" and recorded["attempts"] == ["t", "t"]
+
+
+@pytest.mark.parametrize("settings", [{"quotas": {"web": 0.0}}, {"near_duplicate": 0.0}, {"near_duplicate": 1.5}])
+def test_settings_of_the_pool_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="0 < "):
+        PoolConfig(**settings)
+
+
+def killed_at(write: int, root: Path) -> bool:
+    """Fill a pool at `root` in a child that dies right before its `write`-th write; False if it ended before."""
+    pid = os.fork()
+    if not pid:
+        left = write
+        changes = ("os.rename", "os.mkdir", "os.truncate", "os.chmod", "os.remove", "os.rmdir", "shutil.rmtree")
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal left
+            if event in changes or event == "open" and arguments[1] not in ("r", "rb"):
+                left -= 1
+                if left < 0:
+                    os._exit(9)
+
+        sys.addaudithook(hook)
+        busy_pool(root)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+def busy_pool(root: Path) -> Pool:
+    pool = Pool(PoolConfig(capacity=2, seed_share=0.0), root)
+    for name in "abc":
+        pool.add(task(name, seed=False), 0, [0.5, 0.0])
+    pool.record([group(task("c"), [1.0, 0.0])], 1)
+    pool.review(task("c").id, [0.0, 0.0], 2)
+    return pool
+
+
+def test_a_pool_killed_at_any_write_can_be_read_and_every_admitted_task_is_whole(tmp_path: Path) -> None:
+    whole = busy_pool(tmp_path / "whole")
+    events = read_journal(whole.root)
+    seen = set()
+    killed, write = True, 0
+    while killed:
+        root = tmp_path / str(write)
+        killed = killed_at(write, root)
+        write += 1
+        read = read_journal(root)
+        assert read == events[: len(read)]
+        for event in read:
+            if event["event"] == "admitted":
+                folder = task_folder(root, event["task"])
+                kept = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
+                assert kept.keys() == {"task.toml", "tests/test.sh"} and (folder / "environment/files/b").is_file()
+        seen.add(len(read))
+    assert seen == set(range(len(events) + 1))
+
+
+def test_a_journal_torn_at_any_byte_of_its_end_gives_the_lines_before(tmp_path: Path) -> None:
+    events = read_journal(busy_pool(tmp_path).root)
+    raw = (tmp_path / JOURNAL).read_bytes()
+    for size in range(len(raw) - len(raw.splitlines()[-1]) - 3, len(raw) + 1):
+        (tmp_path / JOURNAL).write_bytes(raw[:size])
+        assert read_journal(tmp_path) == events[: raw[:size].count(b"\n")]

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,11 +64,20 @@ def run_round(
     config: ProposeConfig = CONFIG,
     assignments: Sequence[Assignment] = (ASSIGNMENT,),
     known: Sequence[Task] = (),
+    near_duplicate: float = 0.9,
 ) -> ProposeResult:
     async def run() -> ProposeResult:
         async with site_of(script) as site:
             admission = open_admission(
-                site, AdmissionConfig(), CalibrateConfig(), LIMITS, held_out=None, known=known, step=2, seed=0
+                site,
+                AdmissionConfig(),
+                CalibrateConfig(),
+                LIMITS,
+                held_out=None,
+                known=known,
+                near_duplicate=near_duplicate,
+                step=2,
+                seed=0,
             )
             return await propose(
                 site, assignments, admission, config, step=2, seed=0, memory=memory_files([]), rewards=RewardConfig()
@@ -76,8 +86,10 @@ def run_round(
     return asyncio.run(run())
 
 
-def run_one(script: Script, config: ProposeConfig = CONFIG, known: Sequence[Task] = ()) -> Proposal:
-    [proposal] = run_round(script, config, known=known).proposals
+def run_one(
+    script: Script, config: ProposeConfig = CONFIG, known: Sequence[Task] = (), near_duplicate: float = 0.9
+) -> Proposal:
+    [proposal] = run_round(script, config, known=known, near_duplicate=near_duplicate).proposals
     return proposal
 
 
@@ -199,11 +211,34 @@ def test_of_twins_in_a_group_the_first_is_admitted():
 
 
 def test_a_copy_of_a_task_in_the_pool_is_a_duplicate_and_costs_no_calibration():
-    copy = "cp -r assignment/parent/. output/task; sed -i s/rsi.sort/rsi.new/ output/task/task.toml"
+    copy = "cp -r assignment/parent/. output/task; sed -i s,rsi/sort,rsi/new, output/task/task.toml"
     proposal = run_one(both_roles([copy, "Done."], one_call_each([])), replace(CONFIG, max_revisions=0), known=[PARENT])
     assert (proposal.ruling.outcome, proposal.ruling.message) == (
         "duplicate",
         "The pool has this task already. Revise.",
+    )
+
+
+def test_a_task_that_differs_in_one_word_is_a_near_duplicate_and_costs_no_calibration():
+    copy = "cp -r assignment/parent/. output/task; sed -i 's/first line/very first line/' output/task/instruction.md"
+    script = both_roles([copy, CHECK, "Done."], one_call_each([]))
+    config = replace(CONFIG, max_revisions=0)
+    ruling = run_one(script, config, known=[PARENT], near_duplicate=0.6).ruling
+    assert ruling.outcome == "duplicate" and re.fullmatch(
+        r"The pool has a task that is \d\d% the same. Revise.", ruling.message
+    )
+    [gate, *_] = ruling.evidence()["gates"]
+    assert gate == {"name": "structure", "passed": True, "reason": ""}
+
+
+def test_a_task_that_is_too_hard_is_tried_once_with_the_reference_in_sight():
+    def solver(context: str) -> str:
+        hinted = "This script does it:" in context and "sort in.txt > out.txt" in context
+        return "Done." if "<tool_response>" in context else call_text(ALL if hinted else "true")
+
+    proposal = run_one(both_roles([GOOD, CHECK, "Done."], solver), replace(CONFIG, max_revisions=0))
+    assert proposal.ruling.message == (
+        "Calibration: mean 0.00, too hard. Shown the reference, the solver earned 1.00. Revise."
     )
 
 
@@ -337,7 +372,7 @@ def test_a_rejected_proposal_does_not_stand_in_the_way_of_its_twin():
         Proposal(ASSIGNMENT, trajectory, Ruling(outcome, "", None if outcome == "broken" else PARENT), 0)
         for outcome in outcomes
     ]
-    assert [p.ruling.outcome for p in without_twins(proposals)] == ["rejected", "admitted", "rejected", "broken"]
+    assert [p.ruling.outcome for p in without_twins(proposals, 0.9)] == ["rejected", "admitted", "rejected", "broken"]
 
 
 def test_settings_that_cannot_work_are_refused_with_the_mend():

@@ -1,18 +1,20 @@
 """Whether a valid task teaches the current solver: its rewards must lie in the band and differ from one another.
 
 Four attempts, eight where four cannot tell on which side of an edge the mean lies. The paper does not say which
-standard deviation it means; ours is the population's.
+standard deviation it means; ours is the population's. A task that is too hard gets one diagnostic attempt with the
+reference as a hint, which tells its author whether the solver lacks the way or the skill; it counts for nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from rsi.stats import wilson
 from rsi.types import Attempt
 
 Decision = Literal["accept", "too_hard", "too_easy", "no_spread", "unmeasured"]
@@ -33,6 +35,8 @@ class CalibrateConfig:
     high: float = 0.75
     min_std: float = 0.1
     """Population standard deviation of the rewards."""
+    hinted: bool = True
+    """Run that diagnostic attempt."""
     max_faults: int = 4
     """Attempts that our side broke are drawn again, this many times in all; then the task is unmeasured."""
 
@@ -54,6 +58,13 @@ class Calibration:
     rewards: tuple[float, ...]
     mean: float
     std: float
+    hinted: float | None = None
+    """Reward of the diagnostic attempt; None where there was none or our side broke."""
+
+    @property
+    def ci95(self) -> tuple[float, float]:
+        """Wilson interval of the mean reward."""
+        return wilson(sum(self.rewards), len(self.rewards))
 
 
 def decide(
@@ -76,10 +87,15 @@ def decide(
     return "accept" if std >= config.min_std - TOLERANCE else "no_spread"
 
 
-async def calibrate(attempt: Callable[[int], Awaitable[Attempt | None]], config: CalibrateConfig) -> Calibration:
+async def calibrate(
+    attempt: Callable[[int], Awaitable[Attempt | None]],
+    config: CalibrateConfig,
+    attempt_hinted: Callable[[], Awaitable[Attempt | None]] | None = None,
+) -> Calibration:
     """Run attempts of the current solver, a round at a time and concurrently within it, until the task is decided.
 
     attempt(i): the i-th draw, counted from 0; None, or a verdict without a reward, is a fault, and is drawn again.
+    attempt_hinted: the diagnostic attempt; None: there is none.
     """
     attempts: list[Attempt] = []
     rewards: list[float] = []
@@ -99,7 +115,8 @@ async def calibrate(attempt: Callable[[int], Awaitable[Attempt | None]], config:
             continue
         decision = decide(rewards, config)
         if decision != "extend":
-            return _calibration(decision, attempts, rewards)
+            made = await attempt_hinted() if decision == "too_hard" and config.hinted and attempt_hinted else None
+            return replace(_calibration(decision, attempts, rewards), hinted=made.verdict.reward if made else None)
         wanted = min(wanted + config.attempts, config.max_attempts)
 
 

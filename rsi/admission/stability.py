@@ -205,11 +205,12 @@ class MovedSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output: int = 10_000,
+        user: str | None = None,
     ) -> ExecResult:
         argv = ["bash", "-c", command] if isinstance(command, str) else command
         if self._place.one_cpu:
             argv = ["bash", "-c", ONE_CPU, "bash", *argv]
         there = {**self._place.env, **(env or {})}
         return await self._sandbox.exec(
-            argv, timeout_s=timeout_s, cwd=cwd, env=there, stdin=stdin, max_output=max_output
+            argv, timeout_s=timeout_s, cwd=cwd, env=there, stdin=stdin, max_output=max_output, user=user
         )

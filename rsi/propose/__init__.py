@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rsi.admission.duplicates import Nearest
 from rsi.advantages import is_useful
 from rsi.chat import SYSTEM, invalid_message, proposer_message
 from rsi.episode import EpisodeLimits, run_episode
@@ -144,7 +145,7 @@ async def propose(
             return proposal
 
     jobs = [one(assignment, index) for assignment in assignments for index in range(config.attempts)]
-    proposals = without_twins(await asyncio.gather(*jobs))
+    proposals = without_twins(await asyncio.gather(*jobs), admission.near_duplicate)
     measured = tuple(proposer_groups(proposals, rewards))
     groups = tuple(filter(is_useful, measured)) if config.train else ()
     return ProposeResult(groups, measured, proposals, admission.num_episodes)
@@ -156,19 +157,25 @@ def add_admitted(pool: Pool, result: ProposeResult, step: int) -> None:
         task, calibration = proposal.ruling.task, proposal.ruling.calibration
         assert task is not None and calibration is not None, "an admitted proposal was calibrated"
         failed = (made.verdict for made in calibration.attempts if made.verdict.reward != 1.0)
-        pool.add(task, step, calibration.rewards, [failure(verdict) for verdict in failed])
+        assignment = proposal.assignment
+        asked = {"id": assignment.id, "direction": assignment.direction, "pass_rate": assignment.pass_rate}
+        evidence = {"assignment": asked, **proposal.ruling.evidence()}
+        pool.add(task, step, calibration.rewards, [failure(verdict) for verdict in failed], evidence)
 
 
-def without_twins(proposals: Sequence[Proposal]) -> tuple[Proposal, ...]:
-    """Of admitted twins (see admit.content_key) the first stays admitted; the others become rejected."""
-    seen: set[str] = set()
+def without_twins(proposals: Sequence[Proposal], near_duplicate: float) -> tuple[Proposal, ...]:
+    """Of admitted twins (see admit.content_key) and near-duplicates the first stays admitted; the others become
+    rejected."""
+    seen, nearest = set[str](), Nearest()
     kept = []
     for proposal in proposals:
         ruling = proposal.ruling
         if ruling.outcome == "admitted" and ruling.task is not None:
             key = content_key(ruling.task)
-            if key in seen:
+            if key in seen or nearest.find(ruling.task)[1] > near_duplicate:
                 ruling = replace(ruling, outcome="rejected", message="a twin of an earlier proposal of this round")
+            else:
+                nearest.add(ruling.task)
             seen.add(key)
         kept.append(replace(proposal, ruling=ruling))
     return tuple(kept)

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 from rsi.admission.calibrate import CalibrateConfig, Calibration, calibrate
 from rsi.admission.contamination import HeldOut
+from rsi.admission.duplicates import Nearest
 from rsi.admission.evidence import AdmissionConfig
-from rsi.admission.validate import Validation, snapshot, validate
-from rsi.chat import invalid_message, revision_message
+from rsi.admission.validate import GateResult, Validation, snapshot, validate
+from rsi.chat import duplicate_message, hinted_instruction, invalid_message, revision_message
 from rsi.episode import EpisodeLimits
 from rsi.harbor.task import TaskError, check_files, digest, task_from_files, verifier_files
 from rsi.rewards import Outcome
@@ -28,7 +29,7 @@ T = TypeVar("T")
 Files = Mapping[str, bytes]
 
 CONTENT = ("instruction.md", "environment/", "solution/")
-DUPLICATE = "The pool has this task already. Revise."
+NEAREST = 0.999
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,18 @@ class Ruling:
     task: Task | None = None
     """Once the gates are passed."""
     calibration: Calibration | None = None
+    gates: tuple[GateResult, ...] = ()
+
+    def evidence(self) -> dict[str, Any]:
+        """What was seen of the task, for the pool's journal; without times, so that a redone step says the same."""
+        gates = [{"name": gate.name, "passed": gate.passed, "reason": gate.reason} for gate in self.gates]
+        measured = self.calibration
+        if measured is None:
+            return {"gates": gates}
+        attempts = [made.trajectory.id for made in measured.attempts]
+        low, high = measured.ci95
+        about = {"decision": measured.decision, "ci95": [round(low, 4), round(high, 4)], "attempts": attempts}
+        return {"gates": gates, "calibration": about}
 
 
 def content_key(task: Task) -> str:
@@ -57,15 +70,18 @@ class Admission:
         validate: Callable[[Files], Awaitable[Validation]],
         snapshot: Callable[[Files], Awaitable[Files]],
         measure: Callable[[Task], Awaitable[Calibration]],
-        is_known: Callable[[Task], bool],
+        likeness: Callable[[Task], float],
+        near_duplicate: float = 1.0,
     ):
-        """measure: runs the current solver on a valid task. is_known: whether the pool holds the task or a twin."""
+        """measure: runs the current solver on a valid task. likeness: how similar the most similar task of the pool is,
+        1 for a twin. near_duplicate: see `PoolConfig`."""
         self.num_episodes = 0
         """Attempts of the solver that calibration has taken so far, whatever became of the task."""
         self._validate = validate
         self._snapshot = snapshot
         self._measure = measure
-        self._is_known = is_known
+        self._likeness = likeness
+        self.near_duplicate = near_duplicate
         self._kept: dict[Hashable, Any] = {}
         self._locks: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -100,22 +116,24 @@ class Admission:
         if not validation.valid or validation.task is None:
             return Ruling("broken", invalid_message(validation.complaint))
         task = replace(validation.task, domain=domain, lineage=lineage)
-        if self._is_known(task):
-            return Ruling("duplicate", DUPLICATE, task)
+        likeness = self._likeness(task)
+        if likeness >= 1.0 or likeness > self.near_duplicate:
+            return Ruling("duplicate", duplicate_message(likeness), task, gates=validation.gates)
         calibration: Calibration = await self._once(
             ("solver", task.id), lambda: self._calibrate(task), lambda c: c.decision != "unmeasured"
         )
         match calibration.decision:
             case "accept":
-                return Ruling("admitted", "", task, calibration)
+                return Ruling("admitted", "", task, calibration, validation.gates)
             case "unmeasured":
-                return Ruling("unmeasured", "", task)
+                return Ruling("unmeasured", "", task, gates=validation.gates)
             case decision:
-                return Ruling("rejected", revision_message(decision, calibration.mean), task, calibration)
+                message = revision_message(decision, calibration.mean, calibration.hinted)
+                return Ruling("rejected", message, task, calibration, validation.gates)
 
     async def _calibrate(self, task: Task) -> Calibration:
         calibration = await self._measure(task)
-        self.num_episodes += len(calibration.attempts)
+        self.num_episodes += len(calibration.attempts) + (calibration.hinted is not None)
         return calibration
 
     async def _once(self, key: Hashable, make: Callable[[], Awaitable[T]], keep: Callable[[T], bool]) -> T:
@@ -136,12 +154,19 @@ def open_admission(
     *,
     held_out: HeldOut | None,
     known: Collection[Task],
+    near_duplicate: float = 1.0,
     step: int,
     seed: int,
     on_progress: OnProgress = silent,
 ) -> Admission:
-    """The rulings of one round. limits: of the solver's attempts while calibrating. known: the pool's tasks."""
+    """The rulings of one round. limits: of the solver's attempts while calibrating. known: the pool's tasks.
+    near_duplicate: see `PoolConfig`."""
     keys = {content_key(task) for task in known}
+    nearest = Nearest(known if near_duplicate < 1.0 else ())
+
+    def likeness(task: Task) -> float:
+        # Equal instructions and solutions over other inputs are as near as a task can be without being a twin.
+        return 1.0 if content_key(task) in keys else min(nearest.find(task)[1], NEAREST)
 
     return Admission(
         validate=lambda files: validate(files, site.grader, held_out, config),
@@ -149,7 +174,8 @@ def open_admission(
         measure=lambda task: measure(
             site, task, calibrate_config, limits, name=f"calibrate-{step}", seed=seed, on_progress=on_progress
         ),
-        is_known=lambda task: content_key(task) in keys,
+        likeness=likeness,
+        near_duplicate=near_duplicate,
     )
 
 
@@ -165,8 +191,12 @@ async def measure(
 ) -> Calibration:
     """Calibrate `task` against the current solver. `name`, the task and `seed` decide its episodes."""
 
-    async def draw(index: int) -> Attempt | None:
+    async def draw(index: int | str, instruction: str = "") -> Attempt | None:
         id = f"{name}-{task.id.removeprefix('sha256:')[:16]}-{index}"
-        return await attempt(site, task, limits, id=id, seed=seed, on_progress=on_progress)
+        return await attempt(site, task, limits, id=id, seed=seed, instruction=instruction, on_progress=on_progress)
 
-    return await calibrate(draw, config)
+    async def draw_hinted() -> Attempt | None:
+        solution = task.under("solution").get("solve.sh", b"").decode(errors="replace")
+        return await draw("hinted", hinted_instruction(task.instruction, solution))
+
+    return await calibrate(draw, config, draw_hinted)

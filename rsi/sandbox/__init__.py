@@ -42,10 +42,22 @@ class DockerConfig:
 
 
 @dataclass(frozen=True)
+class HarborConfig:
+    """What only the `harbor` backend reads."""
+
+    environment: str = "docker"
+    """A provider of the `harbor` package (docker, daytona, modal, e2b, ...), or module:Class of another."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The provider's own, as after `harbor run --ek`; JSON where they are no text."""
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """The image that a FROM stands for; one that is not named here is left as it is. {rsi/base: debian:12}"""
+
+
+@dataclass(frozen=True)
 class SandboxConfig:
     """The `sandbox:` block of a recipe."""
 
-    backend: Literal["namespace", "docker"] = "namespace"
+    backend: Literal["namespace", "docker", "harbor"] = "namespace"
     rootfs: str = ""
     """Directory with an unpacked base file system; empty: built once from the host's packages, without network."""
     bases: Mapping[str, str] = field(default_factory=dict)
@@ -60,6 +72,7 @@ class SandboxConfig:
     max_alive: int = 64
     """Sandboxes alive at once; further `create` calls wait."""
     docker: DockerConfig = DockerConfig()
+    harbor: HarborConfig = HarborConfig()
 
 
 @dataclass(frozen=True)
@@ -182,9 +195,11 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output: int = 10_000,
+        user: str | None = None,
     ) -> ExecResult:
         """Run a command: str = `bash -c`, list = argv. Returns when the command's own process exits, not at end of
-        stream. A timeout kills all that it started. The environment is the image's plus `env`, and nothing else."""
+        stream. A timeout kills all that it started. The environment is the image's plus `env`, and nothing else. user:
+        a name or id that the sandbox knows, in place of the image's."""
         ...
 
     async def put(self, directory: str, files: Mapping[str, bytes | Entry]) -> None:
@@ -230,3 +245,7 @@ def build_backend(config: SandboxConfig) -> Backend:
             from rsi.sandbox.docker import DockerBackend
 
             return DockerBackend(config)
+        case "harbor":
+            from rsi.sandbox.harbor import HarborBackend
+
+            return HarborBackend(config)

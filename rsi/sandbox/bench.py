@@ -92,19 +92,24 @@ async def _measure(config: SandboxConfig, sizes: BenchSizes) -> Measured:
     backend = build_backend(config)
     try:
         image = await backend.build(ImageSpec())
-        await _cycle(backend, image)  # the probe and the first of everything are not counted
-        times = [await _timed(lambda: _cycle(backend, image)) for _ in range(sizes.cycles)]
-        cycles_s = await _timed(lambda: _many(lambda: _cycle(backend, image), sizes.cycles, sizes.at_once))
+        await run_cycle(backend, image)  # the probe and the first of everything are not counted
+        times = [await _timed(lambda: run_cycle(backend, image)) for _ in range(sizes.cycles)]
+        cycles_s = await _timed(lambda: run_many(lambda: run_cycle(backend, image), sizes.cycles, sizes.at_once))
         cpu = _Cpu()
-        used: list[float] = []
-        episodes_s = await _timed(lambda: _many(lambda: _episode(backend, image, used), sizes.episodes, sizes.at_once))
-        cpu_s = cpu.since_start(sum(used), exact=len(used) == sizes.episodes)
+        used: list[float | None] = []
+
+        async def episode() -> None:
+            used.append(await run_episode(backend, image))
+
+        episodes_s = await _timed(lambda: run_many(episode, sizes.episodes, sizes.at_once))
+        counted = [cpu_s for cpu_s in used if cpu_s is not None]
+        cpu_s = cpu.since_start(sum(counted), exact=len(counted) == sizes.episodes)
         return Measured(
             cycle_ms_median=round(statistics.median(times) * 1e3, 2),
             cycles_per_s=round(sizes.cycles / cycles_s, 2),
             episodes_per_s=round(sizes.episodes / episodes_s, 2),
             cpu_s_per_episode=round(cpu_s / sizes.episodes, 4),
-            mb_per_sandbox=await _memory(backend, image, sizes.alive) if config.backend == "namespace" else None,
+            mb_per_sandbox=await sandbox_mb(backend, image, sizes.alive) if config.backend == "namespace" else None,
         )
     finally:
         await backend.close()
@@ -116,7 +121,7 @@ async def _timed(work: Callable[[], Awaitable[object]]) -> float:
     return time.perf_counter() - started
 
 
-async def _many(work: Callable[[], Awaitable[None]], count: int, at_once: int) -> None:
+async def run_many(work: Callable[[], Awaitable[None]], count: int, at_once: int) -> None:
     slots = asyncio.Semaphore(at_once)
 
     async def one() -> None:
@@ -126,7 +131,7 @@ async def _many(work: Callable[[], Awaitable[None]], count: int, at_once: int) -
     await asyncio.gather(*(one() for _ in range(count)))
 
 
-async def _cycle(backend: Backend, image: Image) -> None:
+async def run_cycle(backend: Backend, image: Image) -> None:
     sandbox = await backend.create(image)
     try:
         done = await sandbox.exec(["true"], timeout_s=120)
@@ -135,8 +140,8 @@ async def _cycle(backend: Backend, image: Image) -> None:
         await sandbox.close()
 
 
-async def _episode(backend: Backend, image: Image, used: list[float]) -> None:
-    """One episode; the CPU seconds of its sandbox go to `used` where they can be read."""
+async def run_episode(backend: Backend, image: Image) -> float | None:
+    """One episode; the CPU seconds of its sandbox, or None where they cannot be read."""
     sandbox = await backend.create(image)
     try:
         for command in COMMANDS:
@@ -145,8 +150,7 @@ async def _episode(backend: Backend, image: Image, used: list[float]) -> None:
         await sandbox.exec(["/tests/test.sh"], timeout_s=120)
         reward = (await sandbox.get("/logs"))["reward"].content
         assert reward == b"1\n", reward
-        if (cpu_s := _sandbox_cpu_s(sandbox)) is not None:
-            used.append(cpu_s)
+        return _sandbox_cpu_s(sandbox)
     finally:
         await sandbox.close()
 
@@ -187,7 +191,7 @@ def _machine_cpu_s() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-async def _memory(backend: Backend, image: Image, alive: int) -> float | None:
+async def sandbox_mb(backend: Backend, image: Image, alive: int) -> float | None:
     """MB of private memory of one idle sandbox (OUTER and PID 1), the mean over `alive` of them; None if unreadable."""
     sandboxes = [await backend.create(image) for _ in range(alive)]
     try:

@@ -39,6 +39,7 @@ from rsi.sandbox import (
     cgroups,
     check_enforced,
     docker_images,
+    docker_seccomp,
     docker_wire,
     host,
     keys,
@@ -78,6 +79,8 @@ class DockerBackend:
         self.api: Any = None
         self.address = docker_wire.Address()
         self.version = ""
+        self.security: list[str] = []
+        """Security options of every container."""
         self.base = ""
         """Image under every ImageSpec, by id; known once something was built or created."""
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="docker")
@@ -111,18 +114,25 @@ class DockerBackend:
     # -- start and end
 
     async def _start(self) -> None:
+        first = self.api is None
+        await self._connect()
+        if first:
+            await self.sweep()
+        async with self._starting:
+            if self._events is None or self._events.done():
+                self._events = asyncio.get_running_loop().create_task(self._watch(await self._open_events()))
+            if not self.base:
+                self.base = await self._find_base()
+
+    async def _connect(self) -> None:
         if self._closed:
             raise SandboxError("this sandbox backend is closed; build another")
         async with self._starting:
             if self.api is None:
                 self.address = docker_wire.parse_address(os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock")
-                self.api = await asyncio.get_running_loop().run_in_executor(self._pool, _connect)
-                self.version = self.api.api_version
-                await self.sweep()
-            if self._events is None or self._events.done():
-                self._events = asyncio.get_running_loop().create_task(self._watch(await self._open_events()))
-            if not self.base:
-                self.base = await self._find_base()
+                api = await asyncio.get_running_loop().run_in_executor(self._pool, _connect)
+                self.security = _security_options(await self.call(api.version))
+                self.version, self.api = api.api_version, api
 
     async def _open_events(self) -> asyncio.StreamReader:
         filters = {"event": ["oom", "die"], "label": [f"rsi.sandbox={self.name}"]}
@@ -140,8 +150,9 @@ class DockerBackend:
                 if sandbox:
                     sandbox.on_event(str(event.get("Action")))
 
-    async def sweep(self) -> int:
-        """Remove what hosts that were killed left: their containers and snapshots. How many containers that were."""
+    async def sweep(self) -> list[str]:
+        """Remove what hosts that were killed left: their containers and snapshots. The names of those containers."""
+        await self._connect()
         containers = await self.call(self.api.containers, all=True, filters={"label": "rsi.sandbox"})
         dead = [found for found in containers if self._is_orphan(found["Labels"]["rsi.sandbox"], found["State"])]
         for found in dead:
@@ -149,7 +160,7 @@ class DockerBackend:
         for image in await self.call(self.api.images, filters={"label": "rsi.snapshot"}):
             if self._is_orphan(image["Labels"]["rsi.snapshot"], "running"):
                 await self._remove_image(image["Id"])
-        return len(dead)
+        return [found["Names"][0].lstrip("/") for found in dead]
 
     def _is_orphan(self, owner: str, state: str) -> bool:
         """Of a dead host on this machine, or of any machine if it has ended (a sandbox never starts again)."""
@@ -289,7 +300,7 @@ class DockerBackend:
             nano_cpus=int(limits.cpus * 1e9),
             cap_drop=["ALL"],
             cap_add=CAPABILITIES,
-            security_opt=["no-new-privileges"],
+            security_opt=self.security,
             shm_size=f"{SHM_MB}m",
             ulimits=ulimits,
             storage_opt=storage,
@@ -571,6 +582,13 @@ def _connect() -> Any:
             'eval "$(scripts/docker_engine.sh start)"), set DOCKER_HOST to one that runs (podman system service too), '
             f"and be allowed to use its socket; {error}"
         ) from error
+
+
+def _security_options(version: Mapping[str, Any]) -> list[str]:
+    """version: the engine's answer to /version. Podman takes a profile by its path on the engine's side only, so its
+    own default stays (which allows no io_uring)."""
+    podman = any("podman" in component.get("Name", "").lower() for component in version.get("Components") or ())
+    return ["no-new-privileges", *([] if podman else [f"seccomp={docker_seccomp.profile()}"])]
 
 
 def _host_mark() -> str:

@@ -320,6 +320,7 @@ class DockerSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output: int = 10_000,
+        user: str | None = None,
     ) -> ExecResult:
         """See the Protocol. Where `cwd` is missing the command starts in `/`. A timeout kills what the command began,
         orphans of concurrent commands that are younger than it included; older jobs live on."""
@@ -343,7 +344,7 @@ class DockerSandbox:
             stdin=stdin,
             timeout_s=timeout_s,
             max_output=(max_output, max_output),
-            user=self._backend.user_of(self.image),
+            user=self._backend.user_of(self.image) if user is None else user,
         )
         await self._end_bomb()
         if code == 137 and self._oom == oom:

@@ -305,6 +305,7 @@ class NamespaceSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output: int = 10_000,
+        user: str | None = None,
     ) -> ExecResult:
         """See the Protocol. Where `cwd` is missing the command starts in `/`. Output beyond `max_output` (both streams
         together) is cut from the middle of a stream, and a line `[N bytes cut]` stands there."""
@@ -322,7 +323,7 @@ class NamespaceSandbox:
             "argv": argv,
             "env": self._environment | dict(env or {}),
             "cwd": cwd if cwd is not None else self.image.workdir,
-            "user": self.image.user,
+            "user": self.image.user if user is None else "" if user in ("root", "0") else user,
             "script": script is not None,
         }
         out, err = (streams.Capture(self._loop, max_output, max_output) for _ in range(2))

@@ -109,3 +109,38 @@ def test_a_configuration_that_decides_nothing_is_refused() -> None:
         CalibrateConfig(attempts=9)
     with pytest.raises(ValueError, match="low=0.8"):
         CalibrateConfig(low=0.8)
+
+
+def run_hinted(rewards: list[float], hinted: float | None, config: CalibrateConfig = CONFIG):
+    """As `run`, with a diagnostic attempt that earns `hinted`; how often it was run."""
+    asked = 0
+
+    async def draw(i: int) -> Attempt:
+        return attempt(i, rewards[i])
+
+    async def draw_hinted() -> Attempt | None:
+        nonlocal asked
+        asked += 1
+        return None if hinted is None else attempt(99, hinted)
+
+    return asyncio.run(calibrate(draw, config, draw_hinted)), asked
+
+
+def test_a_task_that_is_too_hard_gets_one_diagnostic_attempt_that_counts_for_nothing_else() -> None:
+    calibration, asked = run_hinted([0, 0, 0, 0], 1.0)
+    assert (calibration.decision, calibration.hinted, calibration.rewards, asked) == ("too_hard", 1.0, (0, 0, 0, 0), 1)
+
+
+def test_a_task_in_the_band_or_too_easy_gets_none() -> None:
+    assert run_hinted([1, 0, 1, 0], 1.0)[1] == run_hinted([1, 1, 1, 1], 1.0)[1] == 0
+    assert run_hinted([0, 0, 0, 0], 1.0, CalibrateConfig(hinted=False))[1] == 0
+
+
+def test_a_fault_in_the_diagnostic_attempt_leaves_the_decision() -> None:
+    calibration, asked = run_hinted([0, 0, 0, 0], None)
+    assert (calibration.decision, calibration.hinted, asked) == ("too_hard", None, 1)
+
+
+def test_the_interval_is_wilsons() -> None:
+    calibration, _ = run({0: 1, 1: 0, 2: 1, 3: 0})
+    assert calibration.ci95 == pytest.approx((0.1500, 0.8500), abs=1e-3)

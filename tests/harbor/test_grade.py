@@ -4,9 +4,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from rsi.harbor.grade import Grader, collect, leads_to_tests, outputs_digest, read_reward, read_verdict
+from rsi.harbor.grade import Grader
+from rsi.harbor.outputs import collect, leads_to_tests, outputs_digest
 from rsi.harbor.snapshot import snapshot_tests
 from rsi.harbor.task import new_task_files, task_from_files
+from rsi.harbor.verdict import read_graded, read_rewards
 from rsi.sandbox import Backend, Entry, ExecResult, SandboxError
 from rsi.types import Task
 
@@ -69,15 +71,15 @@ DONE = ExecResult(0, b"out", b"err", 0, False, False, False, 0.1)
     ],
 )
 def test_only_a_proper_reward_file_is_a_reward(logs: Mapping[str, Entry], reward: float | None) -> None:
-    value, complaint = read_reward(logs)
-    assert value == reward and bool(complaint) == (reward is None)
-    assert read_verdict(logs, DONE).reward == reward
+    rewards, complaint = read_rewards(logs)
+    assert rewards.get("reward") == reward and bool(complaint) == (reward is None)
+    assert read_graded(logs, DONE).verdict.reward == reward
 
 
 def test_test_results_are_read_within_limits_and_never_decide() -> None:
     tests = b'[{"name": "a", "status": "passed"}, {"name": "b", "status": "failed", "message": "m"}]'
     ctrf = b'{"results": {"tests": %s}}' % tests
-    verdict = read_verdict({"reward.txt": file(b"1"), "ctrf.json": file(ctrf)}, DONE)
+    verdict = read_graded({"reward.txt": file(b"1"), "ctrf.json": file(ctrf)}, DONE).verdict
     assert [(t.name, t.passed, t.message) for t in verdict.tests] == [("a", True, ""), ("b", False, "m")]
     for broken in (
         b"{",
@@ -87,13 +89,13 @@ def test_test_results_are_read_within_limits_and_never_decide() -> None:
         b"[" * 90000,
         b" " * 300000,
     ):
-        verdict = read_verdict({"reward.txt": file(b"1"), "ctrf.json": file(broken)}, DONE)
+        verdict = read_graded({"reward.txt": file(b"1"), "ctrf.json": file(broken)}, DONE).verdict
         assert (verdict.reward, verdict.tests) == (1.0, ())
 
 
 def test_the_log_is_a_tail() -> None:
     long = ExecResult(0, b"x" * 9000 + b"end", b"", 0, False, False, False, 0.1)
-    log = read_verdict({"reward.txt": file(b"1")}, long).log
+    log = read_graded({"reward.txt": file(b"1")}, long).verdict.log
     assert len(log) == 2000 and log.endswith("end")
 
 
@@ -209,7 +211,7 @@ def test_collecting_kills_what_still_runs_and_gradings_leave_nothing_to_it(with_
             "(while :; do mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt; done) & echo x > rilo.txt"
         )
         await sandbox.exec(spoil, cwd="/app")
-        outputs = await collect(sandbox, "/app")
+        outputs = await collect(sandbox, task())
         left = await sandbox.exec("ls /proc | grep -c '^[0-9]'")
         assert int(left.stdout) <= 4
         await sandbox.close()

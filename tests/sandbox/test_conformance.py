@@ -7,6 +7,7 @@ promises stands in its own file.
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import shlex
 
@@ -46,6 +47,23 @@ async def test_cwd_is_the_workdir_unless_given(any_box: Sandbox) -> None:
 async def test_the_environment_is_the_images_plus_what_is_given(any_box: Sandbox) -> None:
     names = {line.split(b"=")[0] for line in (await any_box.exec(["env"], env={"EXTRA": "1"})).stdout.splitlines()}
     assert names - {b"HOSTNAME"} == {b"PATH", b"HOME", b"LANG", b"TERM", b"EXTRA"}
+
+
+async def test_a_command_runs_as_the_user_that_is_named(any_box: Sandbox) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a plain user's sandbox has one id")
+    for user, name in (("nobody", b"nobody\n"), ("65534", b"nobody\n"), ("root", b"root\n"), (None, b"root\n")):
+        assert (await any_box.exec("id -un", user=user)).stdout == name
+    assert (await any_box.exec("touch /app/x", user="nobody")).exit_code == 1
+    assert not await _runs_as(any_box, "no-such-user")
+
+
+async def _runs_as(box: Sandbox, user: str) -> bool:
+    """An engine refuses to start the command, our launcher's command ends with 126."""
+    try:
+        return (await box.exec("true", user=user)).exit_code == 0
+    except SandboxError:
+        return False
 
 
 async def test_stdin_reaches_the_command_and_is_empty_otherwise(any_box: Sandbox) -> None:

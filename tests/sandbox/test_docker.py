@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from rsi.sandbox.docker_container import DockerSandbox
 
 from .require import require
 
-pytestmark = pytest.mark.usefixtures("runner")
+pytestmark = [pytest.mark.docker, pytest.mark.usefixtures("runner")]
 
 ACCEPTED = ("disk", "inodes")
 """An engine on ext4 has no quota; what has one enforces more than that."""
@@ -52,6 +53,8 @@ async def main():
     await asyncio.sleep(600)
 asyncio.run(main())
 """
+
+SWEEP = [sys.executable, "-c", "from rsi.cli import main; main()", "sandbox", "sweep", "--json", "backend=docker"]
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +437,8 @@ async def test_a_host_killed_by_sigkill_leaves_nothing_that_the_next_does_not_sw
         host.send_signal(signal.SIGKILL)
         host.wait()
         host.stdout.close()
-    assert await engine.sweep() == 1
+    swept = await asyncio.to_thread(subprocess.run, SWEEP, env=environment, capture_output=True, check=True)
+    assert json.loads(swept.stdout) == {"swept": [name]}
     assert await containers(engine, name) == []
     tags = [tag for image in await engine.call(engine.api.images) for tag in image["RepoTags"] or []]
     assert not any(name in tag for tag in tags)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from rsi.harbor.grade import Grader, collect, read_reward
+from rsi.harbor.grade import Grader
 from rsi.harbor.image import image_spec
+from rsi.harbor.outputs import collect
 from rsi.harbor.task import DOCKERFILE, task_from_files, verifier_files
+from rsi.harbor.verdict import read_rewards
 from rsi.sandbox import Backend, Sandbox
 from rsi.sandbox.namespace import NamespaceBackend, NamespaceSandbox
 from rsi.types import Task
@@ -136,7 +138,7 @@ async def grade_in_place(sandbox: Sandbox, task: Task) -> float | None:
     await sandbox.exec(["/tests/test.sh"], cwd=task.workdir, timeout_s=120)
     reward = None
     for _ in range(50):
-        reward, _ = read_reward(await sandbox.get("/logs/verifier"))
+        reward = read_rewards(await sandbox.get("/logs/verifier"))[0].get("reward")
         if reward == 1.0:
             break
         await asyncio.sleep(0.02)
@@ -150,7 +152,7 @@ async def test_it_earns_nothing(any_backend: Backend, cheat: Cheat) -> None:
     try:
         done = await sandbox.exec(SBIN + cheat.script)
         assert done.exit_code == 0, done
-        outputs = await collect(sandbox, task.workdir)
+        outputs = await collect(sandbox, task)
     finally:
         await sandbox.close()
     verdict = await Grader(any_backend).grade(task, outputs)

@@ -10,29 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rsi.cli import main, pool_rows
-
-ADMITTED = {
-    "event": "admitted",
-    "step": 0,
-    "task": "sha256:aa",
-    "domain": "terminal",
-    "lineage": {"parent": None, "assignment": None, "revision": 0},
-    "rewards": [],
-}
-CHILD = {
-    **ADMITTED,
-    "step": 2,
-    "task": "sha256:bb",
-    "lineage": {"parent": "sha256:aa", "assignment": "a1", "revision": 1},
-    "rewards": [1.0, 0.0],
-}
-
-
-def write_journal(run_dir: Path, *events: dict[str, object]) -> Path:
-    (run_dir / "pool").mkdir()
-    (run_dir / "pool" / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    return run_dir
+from rsi.cli import main
 
 
 def test_help_teaches_and_loads_neither_torch_nor_transformers() -> None:
@@ -83,38 +61,6 @@ def test_config_tells_a_mistake_in_one_line(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "r.yaml").write_text("stepz: 3\n")
     assert main(["config", str(tmp_path / "r.yaml")]) == 2
     assert capsys.readouterr().err == f"rsi: {tmp_path / 'r.yaml'}:stepz: unknown key 'stepz'; did you mean steps?\n"
-
-
-def test_pool_ls_lists_what_was_admitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = write_journal(tmp_path, ADMITTED, CHILD)
-    assert main(["pool", "ls", "--json", str(run_dir)]) == 0
-    seed, child = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert (seed["parent"], seed["attempts"], seed["pass_rate"]) == (None, 0, None)
-    assert (child["parent"], child["step"], child["revision"], child["pass_rate"]) == ("sha256:aa", 2, 1, 0.5)
-
-
-def test_pool_ls_shows_a_table_to_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pool", "ls", str(write_journal(tmp_path, ADMITTED, CHILD))]) == 0
-    shown = capsys.readouterr().out
-    assert "environment" in shown and "seed" in shown and "50%" in shown
-
-
-def test_pool_rows_follow_the_newest_measurement() -> None:
-    about = {"step": 5, "task": "sha256:bb"}
-    recorded = {**about, "event": "recorded", "rewards": [1.0, 1.0]}
-    reviewed = {**about, "event": "reviewed", "rewards": [0.25], "outside": None}
-    evicted = {**about, "event": "evicted", "rewards": [0.0, 0.0], "reason": "too hard"}
-    [row] = pool_rows([CHILD, recorded])
-    assert (row["attempts"], row["pass_rate"], row["evicted"]) == (4, 0.75, None)
-    [row] = pool_rows([CHILD, recorded, reviewed])
-    assert (row["attempts"], row["pass_rate"]) == (1, 0.25)
-    [row] = pool_rows([CHILD, recorded, evicted])
-    assert (row["attempts"], row["pass_rate"], row["evicted"]) == (2, 0.0, 5)
-
-
-def test_a_folder_without_a_pool_is_told_what_to_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pool", "ls", str(tmp_path)]) == 2
-    assert "name a run directory" in capsys.readouterr().err
 
 
 # ---- sandboxes

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rsi.cli.pool import add_pool
+
 if TYPE_CHECKING:
     from rsi.sandbox import SandboxConfig
     from rsi.types import Task
@@ -63,13 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("recipe", nargs=argparse.REMAINDER, metavar="RECIPE.yaml [KEY=VALUE | --KEY VALUE ...]")
     config.set_defaults(run=_config)
 
-    pool = commands.add_parser("pool", help="the environments that a run trains on")
-    listing = pool.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "ls", help="every admitted environment: when, from what, and how the solver does on it"
-    )
-    listing.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/tiny_cpu")
-    listing.add_argument("--json", action="store_true", help="one JSON object a line")
-    listing.set_defaults(run=_pool_ls)
+    add_pool(commands.add_parser("pool", help="the environments that a run trains on: list, show, graph, export"))
     return parser
 
 
@@ -112,10 +108,9 @@ def _add_sandbox(parser: argparse.ArgumentParser) -> None:
     bench.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     bench.set_defaults(run=_bench)
 
-    sweep = commands.add_parser(
-        "sweep", help="remove what killed hosts left of the namespace backend (docker does so at every start)"
-    )
+    sweep = commands.add_parser("sweep", help="remove what hosts that were killed left behind")
     sweep.add_argument("--json", action="store_true")
+    sweep.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     sweep.set_defaults(run=_sweep)
 
 
@@ -251,10 +246,15 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from rsi.sandbox import host
+    from rsi.config import load
+    from rsi.sandbox import SandboxConfig, host
 
-    top = host.runs_dir()
-    swept = host.sweep(top) if os.path.isdir(top) else []
+    config = load(SandboxConfig, None, args.overrides)
+    if config.backend == "docker":
+        swept = asyncio.run(_sweep_containers(config))
+    else:
+        top = host.runs_dir()
+        swept = host.sweep(top) if os.path.isdir(top) else []
     if args.json:
         print(json.dumps({"swept": swept}))
     else:
@@ -262,66 +262,18 @@ def _sweep(args: argparse.Namespace) -> int:
     return 0
 
 
+async def _sweep_containers(config: SandboxConfig) -> list[str]:
+    from rsi.sandbox.docker import DockerBackend
+
+    backend = DockerBackend(config)
+    try:
+        return await backend.sweep()
+    finally:
+        await backend.close()
+
+
 def _config(args: argparse.Namespace) -> int:
     from rsi.config import RunConfig, dump, load, parse_argv
 
     print(dump(load(RunConfig, *parse_argv(args.recipe))), end="")
     return 0
-
-
-def _pool_ls(args: argparse.Namespace) -> int:
-    from rsi.pool import JOURNAL, read_journal
-
-    root = args.run_dir / "pool"
-    if not (root / JOURNAL).is_file():
-        raise ValueError(f"{root / JOURNAL} is missing; name a run directory, for example runs/tiny_cpu")
-    rows = pool_rows(read_journal(root))
-    if args.json:
-        for row in rows:
-            print(json.dumps(row))
-        return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("environment", "parent", "step", "revision", "attempts", "pass rate", "gone")
-    for row in rows:
-        rate = "-" if row["pass_rate"] is None else f"{row['pass_rate']:.0%}"
-        gone = "" if row["evicted"] is None else f"step {row['evicted']}"
-        parent = _short(row["parent"]) if row["parent"] else "seed"
-        numbers = [str(row[key]) for key in ("step", "revision", "attempts")]
-        table.add_row(_short(row["task"]), parent, *numbers, rate, gone)
-    Console().print(table)
-    return 0
-
-
-def pool_rows(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each admitted environment, in order of admission, from the events of a pool's journal.
-
-    attempts and pass_rate are of the newest measurement and what was recorded after it; evicted is a step or None.
-    """
-    rows: dict[str, dict[str, Any]] = {}
-    rewards: dict[str, list[float]] = {}
-    for event in events:
-        task = event["task"]
-        if event["event"] == "admitted":
-            lineage = event["lineage"]
-            rows[task] = {
-                "task": task,
-                "step": event["step"],
-                "domain": event["domain"],
-                "parent": lineage["parent"],
-                "revision": lineage["revision"],
-                "evicted": None,
-            }
-        elif event["event"] == "evicted":
-            rows[task]["evicted"] = event["step"]
-        before = rewards[task] if event["event"] == "recorded" else []
-        rewards[task] = [*before, *event["rewards"]]
-    for task, row in rows.items():
-        row["attempts"] = len(rewards[task])
-        row["pass_rate"] = sum(rewards[task]) / len(rewards[task]) if rewards[task] else None
-    return list(rows.values())
-
-
-def _short(task_id: str) -> str:
-    return task_id.removeprefix("sha256:")[:12]
