@@ -120,11 +120,14 @@ class Printer:
 
         word = {True: "sound", False: "unsound", None: "could not be judged"}[validation.valid]
         table = Table("gate", "verdict", "seconds", "reason", title=Text(f"{path}: {word}"), title_justify="left")
+        before = ""
         for gate in validation.gates:
             if self._whole or gate.passed is not True and gate.asked and not gate.reason.startswith("not run"):
                 style = {True: "green", False: "bold red", None: "yellow"}[gate.passed]
                 verdict = Text({True: "passed", False: "failed", None: "-"}[gate.passed], style)
-                table.add_row(gate.name, verdict, f"{gate.seconds:.1f}", Text(gate.reason))
+                told = "the same" if gate.reason and gate.reason == before else gate.reason
+                table.add_row(gate.name, verdict, f"{gate.seconds:.1f}", Text(told))
+                before = gate.reason
         if table.row_count:
             Console().print(table)
         else:

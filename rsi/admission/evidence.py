@@ -1,7 +1,7 @@
 """What the gates look at. Every run of a task is made once, however many gates ask for it, and as many at a time as the
 backend lets live; a gate is then a short function of what was seen.
 
-Two times limits are in use: the task's own for the reference and the no-op, and a hurried one (a multiple of what the
+Two time limits are in use: the task's own for the reference and the no-op, and a hurried one (a multiple of what the
 reference took) for the many runs that are expected to fail, so that a mutant that waits for ever costs seconds.
 """
 
@@ -17,7 +17,7 @@ from rsi.admission.contamination import HeldOut
 from rsi.admission.start_state import Eyes, StartState
 from rsi.harbor.grade import Grader, SolutionRun
 from rsi.harbor.image import image_spec
-from rsi.sandbox import Backend, Entry, ImageSpec, Step
+from rsi.sandbox import Backend, Entry, ExecResult, Image, ImageSpec, Limits, Network, Sandbox, Step
 from rsi.types import Task, Verdict
 
 T = TypeVar("T")
@@ -41,6 +41,7 @@ GateName = Literal[
 ]
 LOOP_GATES: tuple[GateName, ...] = ("structure", "contamination", "build", "reference", "noop")
 """Cheap ones first: what a proposal passes while a run trains."""
+LIMITS = Limits()
 HURRY_FACTOR, HURRY_FLOOR_S = 5.0, 5.0
 """A hurried run may take this many times what the reference took, and never less than the floor: a loaded machine."""
 
@@ -70,7 +71,7 @@ class AdmissionConfig:
     max_image_mb: float = 256.0
     """What the image adds to its base."""
     max_time_share: float = 0.5
-    """Of its own time limit that a build, the reference or the tests may take; a busy machine takes twice as long."""
+    """Of its own time limit that the reference or the tests may take; a busy machine takes twice as long."""
     rubric_model: str = ""
     """Ask this model for a review; its endpoint is $OPENAI_BASE_URL, its key $OPENAI_API_KEY. Empty: no review."""
 
@@ -104,7 +105,7 @@ class Unjudged(Exception):
 
 @dataclass(frozen=True)
 class Graded:
-    """A run of a solution, and the tests on what it left; seconds of wall clock."""
+    """A run of a solution, and the tests on what it left; seconds that their commands took."""
 
     run: SolutionRun
     verdict: Verdict
@@ -231,6 +232,15 @@ class Evidence:
         return await self.once("look rebuilt", make)
 
 
+async def run_and_grade(grader: Grader, task: Task, script: bytes | None = None, fresh: bool = True) -> Graded:
+    """Run the reference, or `script` in its place, in a fresh instance, and the tests on what it leaves."""
+    timed = TimedBackend(grader.backend)
+    run = await Grader(timed).run_solution(task, script)
+    run_s = timed.seconds
+    verdict = await (Grader(timed) if fresh else grader).grade(task, run.outputs, fresh=fresh)
+    return Graded(run, verdict, run_s, timed.seconds - run_s)
+
+
 class RebuildingBackend:
     """Builds every image behind one more step, so that no layer that is cached is taken for it."""
 
@@ -238,15 +248,43 @@ class RebuildingBackend:
         self._backend = backend
         self.probe, self.create, self.close = backend.probe, backend.create, backend.close
 
-    async def build(self, spec: ImageSpec, timeout_s: float = 60.0):  # noqa: ANN201  (as the backend's)
+    async def build(self, spec: ImageSpec, timeout_s: float = 60.0) -> Image:
         again = Step(run=": once more, from the first step on")
         return await self._backend.build(replace(spec, steps=(again, *spec.steps)), timeout_s)
 
 
-async def run_and_grade(grader: Grader, task: Task, script: bytes | None = None, fresh: bool = True) -> Graded:
-    """Run the reference, or `script` in its place, in a fresh instance, and the tests on what it leaves."""
-    started = time.monotonic()
-    run = await grader.run_solution(task, script)
-    ran = time.monotonic()
-    verdict = await grader.grade(task, run.outputs, fresh=fresh)
-    return Graded(run, verdict, ran - started, time.monotonic() - ran)
+class TimedBackend:
+    """Counts the seconds of its sandboxes' commands; the wait for a free sandbox is none of the task's."""
+
+    def __init__(self, backend: Backend):
+        self.seconds = 0.0
+        self._backend = backend
+        self.probe, self.build, self.close = backend.probe, backend.build, backend.close
+
+    async def create(self, image: Image, limits: Limits = LIMITS, network: Network = "none") -> Sandbox:
+        return TimedSandbox(await self._backend.create(image, limits, network), self)
+
+
+class TimedSandbox:
+    """See `TimedBackend`."""
+
+    def __init__(self, sandbox: Sandbox, clock: TimedBackend):
+        self._sandbox, self._clock = sandbox, clock
+        self.put, self.get, self.snapshot = sandbox.put, sandbox.get, sandbox.snapshot
+        self.kill_all, self.close = sandbox.kill_all, sandbox.close
+
+    async def exec(
+        self,
+        command: str | list[str],
+        *,
+        timeout_s: float = 30.0,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        max_output: int = 10_000,
+    ) -> ExecResult:
+        done = await self._sandbox.exec(
+            command, timeout_s=timeout_s, cwd=cwd, env=env, stdin=stdin, max_output=max_output
+        )
+        self._clock.seconds += done.duration_s
+        return done

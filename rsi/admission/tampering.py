@@ -126,14 +126,13 @@ PLANTS: Mapping[str, str] = {
         ln -sfn "$PWD/planted_logs" /logs/verifier""",
     "a tool earlier on PATH": r"""
         for folder in . bin .local/bin .venv/bin node_modules/.bin /usr/local/sbin "$HOME/bin"; do
-            mkdir -p "$folder" || continue
+            /bin/mkdir -p "$folder" && cd "$folder" || continue
+            /bin/rm -f $TOOLS
             for name in $TOOLS; do
                 real=/usr/bin/$name; [ -x "$real" ] || real=/usr/local/bin/$name
-                [ -d "$folder/$name" ] && continue
-                /bin/rm -f "$folder/$name"
-                printf '%s\n' "$FORGE_SH" "${END_SH:-exec $real \"\$@\"}" >"$folder/$name"
-                /bin/chmod +x "$folder/$name"
+                printf '%s\n' "$FORGE_SH" "${END_SH:-exec $real \"\$@\"}" >$name
             done
+            /bin/chmod +x $TOOLS; cd "$OLDPWD"
         done""",
 }
 """Shell snippets that run in the workdir of a fresh instance, by the name that a complaint gives them."""

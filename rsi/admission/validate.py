@@ -31,6 +31,8 @@ from rsi.sandbox import BuildError, SandboxError
 from rsi.types import Lineage, Task
 
 MAX_COMPLAINT_CHARS = 200
+MAX_FAULT_CHARS = 1000
+"""Of a fault of ours, which no model is shown: its mend stands at the end."""
 ALL_GATES: tuple[GateName, ...] = get_args(GateName)
 NEED_AN_IMAGE = frozenset(ALL_GATES) - {"structure", "build", "contamination", "rubric"}
 
@@ -138,7 +140,8 @@ async def _run_gate(name: GateName, evidence: Evidence) -> GateResult:
         passed, reason = (False, last_line(str(error))) if name == "build" else (None, "not run: build failed")
     except (SandboxError, Unjudged) as error:
         passed, reason = None, str(error)
-    return GateResult(name, passed, _line(reason), time.monotonic() - started)
+    most = MAX_FAULT_CHARS if passed is None else MAX_COMPLAINT_CHARS
+    return GateResult(name, passed, _line(reason, most), time.monotonic() - started)
 
 
 async def _gate(name: GateName, evidence: Evidence) -> Finding:
@@ -193,7 +196,7 @@ async def snapshot(files: Mapping[str, bytes], grader: Grader) -> dict[str, byte
     return snapshot_tests(before, run.outputs)
 
 
-def _line(text: str) -> str:
-    """Printable, on one line, at most MAX_COMPLAINT_CHARS: it is shown to a model and written to logs."""
+def _line(text: str, most: int = MAX_COMPLAINT_CHARS) -> str:
+    """Printable, on one line, at most so long: it is shown to a model and written to logs."""
     plain = "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
-    return plain if len(plain) <= MAX_COMPLAINT_CHARS else plain[: MAX_COMPLAINT_CHARS - 3] + "..."
+    return plain if len(plain) <= most else plain[: most - 3] + "..."

@@ -19,6 +19,8 @@ from rsi.types import Task
 CONSTANT = b"0\n"
 CHECK_S = 20.0
 MAX_LINES = 400
+SPARE = 3
+"""Mutants drawn for one that is run: some will not parse."""
 INTEGER = re.compile(r"(?<![\w$&<>.{-])(\d{1,9})(?![\w>.])")
 ALTERATIONS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\bsort\b(?!\.)"), "sort -r"),
@@ -36,22 +38,32 @@ INERT = re.compile(r"^(#|set\s|then$|fi$|do$|done$|esac$|else$|\{$|\}$|;;$|exit\
 
 @dataclass(frozen=True)
 class Mutant:
-    """A file of the solution, changed. what: for a person, with the line's number."""
+    """One line of a file of the solution, replaced or (None) dropped. number: of the line, counted from 1."""
 
     path: str
-    content: bytes
-    what: str
+    number: int
+    line: str | None
+
+    @property
+    def what(self) -> str:
+        return f"line {self.number} of {self.path} {'dropped' if self.line is None else 'altered'}"
+
+    def applied(self, task: Task) -> bytes:
+        """The file with that line changed."""
+        lines = _lines(task.files[f"solution/{self.path}"])
+        lines[self.number - 1 : self.number] = [] if self.line is None else [self.line]
+        return "\n".join(lines).encode(errors="surrogateescape")
 
 
 async def mutation(evidence: Evidence) -> Finding:
     """Most references with one step dropped or altered lose reward."""
     first, start, volatile = await evidence.right_reference(), await evidence.initial(), await evidence.volatile()
-    mutants = await _that_parse(evidence, mutants_of(evidence.task))
-    chosen = sample(mutants, evidence.config.mutants)
+    drawn = sample(mutants_of(evidence.task), SPARE * evidence.config.mutants)
+    chosen = sample(await _that_parse(evidence, drawn), evidence.config.mutants)
     task = await evidence.hurried()
 
     async def run(mutant: Mutant) -> Graded:
-        changed = replace(task, files={**task.files, f"solution/{mutant.path}": mutant.content})
+        changed = replace(task, files={**task.files, f"solution/{mutant.path}": mutant.applied(task)})
         outcome = await evidence.grader.run_solution(changed)
         same = not differs(first.run.outputs, outcome.outputs, start, volatile)
         verdict = first.verdict if same else await evidence.grader.grade(task, outcome.outputs)
@@ -88,17 +100,17 @@ def mutants_of(task: Task) -> list[Mutant]:
     for path, content in sorted(task.under("solution").items()):
         if not path.endswith((".sh", ".py")):
             continue
-        lines = content.decode(errors="surrogateescape").split("\n")
-        for number, line in enumerate(lines[:MAX_LINES]):
+        for number, line in enumerate(_lines(content)[:MAX_LINES], start=1):
             if not line.strip() or INERT.match(line.strip()):
                 continue
-            where = f"line {number + 1} of {path}"
-            rest = [*lines[:number], *lines[number + 1 :]]
-            dropped.append(Mutant(path, _joined(rest), f"{where} dropped"))
+            dropped.append(Mutant(path, number, None))
             if changed := altered_line(line):
-                rest = [*lines[:number], changed, *lines[number + 1 :]]
-                altered.append(Mutant(path, _joined(rest), f"{where} altered"))
+                altered.append(Mutant(path, number, changed))
     return [*dropped, *altered]
+
+
+def _lines(content: bytes) -> list[str]:
+    return content.decode(errors="surrogateescape").split("\n")
 
 
 def altered_line(line: str) -> str:
@@ -116,14 +128,10 @@ def altered_line(line: str) -> str:
     return ""
 
 
-def _joined(lines: list[str]) -> bytes:
-    return "\n".join(lines).encode(errors="surrogateescape")
-
-
 def sample(mutants: list[Mutant], most: int) -> list[Mutant]:
     """At most so many, evenly spaced over all: two thirds of them drops."""
-    dropped = [mutant for mutant in mutants if mutant.what.endswith("dropped")]
-    altered = [mutant for mutant in mutants if mutant.what.endswith("altered")]
+    dropped = [mutant for mutant in mutants if mutant.line is None]
+    altered = [mutant for mutant in mutants if mutant.line is not None]
     num_altered = min(len(altered), max(most // 3, most - len(dropped)))
     return [*_spaced(dropped, most - num_altered), *_spaced(altered, num_altered)]
 
@@ -138,15 +146,16 @@ async def _that_parse(evidence: Evidence, mutants: list[Mutant]) -> list[Mutant]
     """Without those that bash or Python cannot even read: they would be killed by anything. Read in a sandbox."""
     if not mutants:
         return []
+    names = {f"{number}.{mutant.path[-2:]}": mutant for number, mutant in enumerate(mutants)}
     image = await evidence.grader.build(evidence.task)
     sandbox = await evidence.grader.backend.create(replace(image, user=""))
     try:
-        await sandbox.put("/run/mutants", {f"{i}.{each.path[-2:]}": each.content for i, each in enumerate(mutants)})
+        await sandbox.put("/run/mutants", {name: mutant.applied(evidence.task) for name, mutant in names.items()})
         done = await sandbox.exec(PARSE, cwd="/run/mutants", timeout_s=CHECK_S, max_output=1 << 20)
     finally:
         await sandbox.close()
     readable = set(done.stdout.decode(errors="replace").split())
-    return [each for i, each in enumerate(mutants) if f"{i}.{each.path[-2:]}" in readable]
+    return [mutant for name, mutant in names.items() if name in readable]
 
 
 PARSE = """\

@@ -201,13 +201,14 @@ def test_a_line_is_altered_in_one_place(line: str, altered: str) -> None:
 
 def test_mutants_are_lines_dropped_and_altered() -> None:
     files = task("x\n", "# why\ncd /app\nsort a > b\nif true; then\nhead -n 1 b > c\nfi\n", by_bash("true"))
-    mutants = mutants_of(task_from_files(files))
+    made = task_from_files(files)
+    mutants = mutants_of(made)
     assert [mutant.what for mutant in mutants] == [
         *(f"line {line} of solve.sh dropped" for line in (4, 5, 6, 7)),
         *(f"line {line} of solve.sh altered" for line in (5, 7)),
     ]
-    assert b"sort" not in mutants[1].content and b"head -n 2 b" in mutants[5].content
-    assert [mutant.what[5] for mutant in sample(mutants, 3)] == ["4", "6", "5"]
+    assert b"sort" not in mutants[1].applied(made) and b"head -n 2 b" in mutants[5].applied(made)
+    assert [mutant.number for mutant in sample(mutants, 3)] == [4, 6, 5]
 
 
 def test_scratch_files_and_volatile_ones_make_no_difference() -> None:

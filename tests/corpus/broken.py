@@ -406,14 +406,14 @@ VERIFIER_HEALTH = {
 COST = {
     "a large image": sort(dockerfile="RUN truncate -s 300M /opt/blob\n"),
     "tests at the edge of their time": sort(
-        by_script(f"sleep 1.7\n{reward_by(DIFF)}"), limits=replace(LIMITS, verifier_timeout_s=3.0)
+        by_script(f"sleep 1.1\n{reward_by(DIFF)}"), limits=replace(LIMITS, verifier_timeout_s=2.0)
     ),
     "a reference at the edge of its time": sort(
         solution="""
-            sleep 1.7
+            sleep 1.1
             sort words.txt > sorted.txt
             """,
-        limits=replace(LIMITS, agent_timeout_s=3.0),
+        limits=replace(LIMITS, agent_timeout_s=2.0),
     ),
 }
 
