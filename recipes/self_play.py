@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rsi.admission.contamination import HeldOut
-from rsi.advantages import to_samples
+from rsi.advantages import is_truncated, to_samples
 from rsi.config import ConfigError, RunConfig, load, parse_argv
 from rsi.domains import build_domain
 from rsi.lab import Lab, follow, is_follower, open_lab
@@ -223,14 +223,17 @@ async def finish(config: RunConfig, run: RunDir, lab: Lab, state: State) -> None
 
 def describe(state: State, proposed: ProposeResult, solved: SolveResult) -> dict[str, Any]:
     """What metrics.jsonl says of a step, besides the trainer's own metrics."""
-    rewards = [reward for group in solved.measured for reward in group.rewards]
+    rewards, proposer = ([r for group in part.measured for r in group.rewards] for part in (solved, proposed))
+    truncated = [is_truncated(attempt) for group in solved.measured for attempt in group.attempts]
     outcomes = ("broken", "duplicate", "rejected", "admitted", "unmeasured")
     return {
         "solver/reward": float(np.mean(rewards)) if rewards else None,
         "solver/pass_rate": float(np.mean([reward == 1.0 for reward in rewards])) if rewards else None,
+        "solver/truncated_frac": float(np.mean(truncated)) if truncated else None,
         "solver/useful_frac": solved.useful_frac,
         "solver/groups": len(solved.groups),
         "solver/episodes": solved.num_episodes,
+        "proposer/reward": float(np.mean(proposer)) if proposer else None,
         "proposer/groups": len(proposed.groups),
         "proposer/calibration_episodes": proposed.num_calibrations,
         "faults": solved.num_faults + proposed.num_faults,

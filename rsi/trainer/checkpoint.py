@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,13 +42,13 @@ def save(directory: Path, module: Any, tokenizer: Any, state: TrainerState) -> N
 
 
 def load_state(directory: Path) -> TrainerState:
-    """The trainer's part; also restores torch's random state. Weights: `qwen_moe.load_model` reads the same
-    directory."""
+    """The trainer's part; also restores the random state of Python, numpy and torch.
+
+    Weights: `qwen_moe.load_model` reads the same directory.
+    """
     directory = find(directory)
     parts = torch.load(directory / STATE, map_location="cpu", weights_only=True)
-    torch.set_rng_state(parts["rng"])
-    if torch.cuda.is_available() and len(parts["rng_cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(parts["rng_cuda"])
+    restore_rng(parts)
     return TrainerState(parts["version"], parts["optimizer"], parts["masters"])
 
 
@@ -62,6 +64,29 @@ def find(directory: Path) -> Path:
     raise ValueError(f"there is no checkpoint at {directory}; give a directory that `save` wrote")
 
 
+def rng_state() -> dict[str, Any]:
+    """Of Python, numpy and torch in this process, in types that torch.load reads without running code."""
+    python, numpy = random.getstate(), np.random.get_state(legacy=True)
+    assert isinstance(numpy, tuple)
+    return {
+        "python": [python[0], list(python[1]), python[2]],
+        "numpy": [numpy[0], torch.from_numpy(np.asarray(numpy[1], np.int64)), *numpy[2:]],
+        "rng": torch.get_rng_state(),
+        "rng_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """The GPUs' part only where their number is the same."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["rng"])
+    if torch.cuda.is_available() and len(state["rng_cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["rng_cuda"])
+
+
 def export_bf16(module: Any, tokenizer: Any, directory: Path) -> None:
     """Weights in bfloat16 with the tokenizer, for shipping; no optimizer state. Holds a second copy of the module."""
     half = copy.deepcopy(module).to(torch.bfloat16)
@@ -74,8 +99,7 @@ def _write(path: Path, module: Any, tokenizer: Any, state: TrainerState) -> None
         "version": state.version,
         "optimizer": state.optimizer,
         "masters": state.masters,
-        "rng": torch.get_rng_state(),
-        "rng_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        **rng_state(),
     }
     torch.save(parts, path / STATE)
     (path / COMPLETE).write_text(json.dumps({"version": state.version}) + "\n")

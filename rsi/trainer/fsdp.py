@@ -110,8 +110,11 @@ class FsdpTrainer:
         self._lead("export", directory)
 
     def close(self) -> None:
-        """The others stop following, and all ranks leave. After a call that broke on this rank alone nobody is told:
-        the others wait for it in the middle of that call, and torchrun ends them once this process is gone."""
+        """The others stop following, and all ranks leave.
+
+        After a call that broke on this rank alone nobody is told: the others are in the middle of that call, and
+        torchrun ends them once this process is gone.
+        """
         if not self._is_broken:
             self._tell(None)
             dist.destroy_process_group()
@@ -280,7 +283,7 @@ def shard(scorer: Scorer, device: torch.device, dtype: torch.dtype, offload: boo
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # cast_forward_inputs=False: cosines and sines of the positions stay as the model computed them
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offloading = CPUOffloadPolicy() if offload else OffloadPolicy()
+    offloading = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     for layer in scorer.model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offloading)
     fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=offloading)

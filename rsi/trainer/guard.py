@@ -8,7 +8,8 @@ its batch kept for the autopsy; several in a row stop the run.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +24,29 @@ IN_A_ROW = 3
 class Guard:
     """Between a loop and its trainer. directory: where batches of skipped updates go."""
 
-    def __init__(self, policy: Trainer, config: TrainerConfig, directory: Path, in_a_row: int = 0):
+    def __init__(
+        self,
+        policy: Trainer,
+        config: TrainerConfig,
+        directory: Path,
+        in_a_row: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.in_a_row = in_a_row
         """Updates skipped since the last one that went well; a checkpoint holds it."""
         self._policy, self._config, self._directory = policy, config, directory
-        self._gated = False
+        self._gated, self._clock = False, clock
 
     def update(self, batch: Batch, step: int) -> Mapping[str, float]:
-        """`Trainer.update`, with `skipped` among its metrics. Raises RuntimeError where the gate or the third update in
-        a row that is not finite stops the run."""
+        """`Trainer.update`, with `skipped` and `train_tokens_per_s` among its metrics.
+
+        Raises RuntimeError where the gate, or the third update in a row that is not finite, stops the run.
+        """
         gate: Mapping[str, float] = {}
         if not self._gated:
             gate = check_mismatch(self._policy, batch, self._config)
             self._gated = True
+        began = self._clock()
         try:
             metrics = self._policy.update(batch)
         except FloatingPointError as error:
@@ -48,7 +59,8 @@ class Guard:
                 ) from error
             return {**gate, "skipped": 1.0}
         self.in_a_row = 0
-        return {**gate, **metrics, "skipped": 0.0}
+        rate = len(batch.tokens) / max(self._clock() - began, 1e-9)
+        return {**gate, **metrics, "train_tokens_per_s": rate, "skipped": 0.0}
 
 
 def check_mismatch(policy: Trainer, batch: Batch, config: TrainerConfig) -> dict[str, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rsi.trainer import ModelConfig, TrainerConfig
-from rsi_kernels.logprobs import CHUNK
+from rsi_kernels.head import CHUNK_GPU
 
 GB = 1e9
 FACTOR = 1.4
@@ -140,7 +140,7 @@ def plan(shape: Shape, model: ModelConfig, trainer: TrainerConfig, cluster: Clus
         gradients=4 * own * on_gpu,
         gathered=(2 * width * shape.layer + width * shape.root + 4 * shape.layer) / GB,
         activations=FACTOR * width * elements * trainer.microbatch_tokens / GB,
-        logits=3 * 4 * CHUNK * shape.vocab / GB,
+        logits=(4 + width) * min(CHUNK_GPU, trainer.microbatch_tokens) * shape.vocab / GB,
         runtime=RUNTIME_GB,
         host=(1.0 - on_gpu) * 16 * own * cluster.gpus,
     )

@@ -7,13 +7,11 @@ synced, marked COMPLETE by the first rank when all are done, and renamed.
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rsi.trainer.checkpoint import COMPLETE, find, partial_of, put_in_place
+from rsi.trainer.checkpoint import COMPLETE, find, partial_of, put_in_place, restore_rng, rng_state
 
 SHARDS = "shards"
 
@@ -64,29 +62,6 @@ def load_shards(directory: Path, scorer: Any, optimizer: Any, group: Any) -> int
     if own.is_file():
         restore_rng(torch.load(own, map_location="cpu", weights_only=True))
     return version
-
-
-def rng_state() -> dict[str, Any]:
-    """Of Python, numpy and torch in this process, in types that torch.load reads without running code."""
-    python, numpy = random.getstate(), np.random.get_state(legacy=True)
-    assert isinstance(numpy, tuple)
-    return {
-        "python": [python[0], list(python[1]), python[2]],
-        "numpy": [numpy[0], torch.from_numpy(np.asarray(numpy[1], np.int64)), *numpy[2:]],
-        "rng": torch.get_rng_state(),
-        "rng_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def restore_rng(state: dict[str, Any]) -> None:
-    """The GPUs' part only where their number is the same."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["rng"])
-    if torch.cuda.is_available() and len(state["rng_cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["rng_cuda"])
 
 
 def _write(partial: Path, scorer: Any, optimizer: Any, group: Any) -> None:

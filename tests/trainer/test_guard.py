@@ -35,8 +35,10 @@ def poisoned(batch: Batch) -> Batch:
 
 
 def test_an_engine_that_agrees_passes_the_gate_once(policy: LocalTrainer, tmp_path: Path):
-    guard = Guard(policy, CONFIG, tmp_path)
+    seconds = iter((10.0, 12.0, 20.0, 21.0))
+    guard = Guard(policy, CONFIG, tmp_path, clock=lambda: next(seconds))
     first = guard.update(sampled(policy), 0)
+    assert first["train_tokens_per_s"] == len(sampled(policy).tokens) / 2
     assert first["gate_mean"] == first["gate_max"] == 0 and first["skipped"] == 0
     assert "gate_mean" not in guard.update(sampled(policy), 1)
 

@@ -28,7 +28,7 @@ def tiny_qwen2() -> Any:
         max_position_embeddings=256,
         initializer_range=0.08,
     )
-    model = Qwen2ForCausalLM._from_config(config, dtype=torch.float32).eval()
+    model: Any = Qwen2ForCausalLM._from_config(config, dtype=torch.float32).eval()
     for layer in model.model.layers:  # transformers begins biases at 0, which would hide that they are carried over
         torch.nn.init.normal_(layer.self_attn.q_proj.bias)
     return model
