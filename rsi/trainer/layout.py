@@ -41,7 +41,7 @@ def padded(batch: Batch, max_tokens: int) -> list[Microbatch]:
     mask = torch.from_numpy(batch.mask)
     cut: list[list[Tensor]] = []
     for row in documents(batch):
-        if cut and (len(cut[-1]) + 1) * len(cut[-1][0]) <= max_tokens:
+        if cut and (len(cut[-1]) + 1) * max(map(len, [*cut[-1], row])) <= max_tokens:
             cut[-1].append(row)
         else:
             cut.append([row])
@@ -96,7 +96,7 @@ def documents(batch: Batch) -> list[Tensor]:
 
 
 def _pad(batch: Batch, mask: Tensor, rows: list[Tensor]) -> Microbatch:
-    length = len(rows[0])
+    length = max(map(len, rows))
     fed = torch.full((len(rows), length), -1, dtype=torch.int64)
     for i, row in enumerate(rows):
         fed[i, : len(row)] = row

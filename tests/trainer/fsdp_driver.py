@@ -6,6 +6,7 @@ python -m torch.distributed.run ... fsdp_driver.py OUT.json MODEL_DIR WORK_DIR
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +79,9 @@ def lead(trainer: FsdpTrainer, work: Path) -> dict[str, Any]:
 def main() -> None:
     out, model_dir, work = map(Path, sys.argv[1:4])
     work.mkdir(exist_ok=True)
-    trainer = FsdpTrainer(ModelConfig(str(model_dir)), config(), LossConfig())
+    alone = os.environ["WORLD_SIZE"] == "1"  # one rank offloads, two recompute activations: neither changes a number
+    settings = config(offload=alone, checkpoint_activations=not alone)
+    trainer = FsdpTrainer(ModelConfig(str(model_dir)), settings, LossConfig())
     if trainer.rank:
         trainer.follow()
         return

@@ -1,6 +1,7 @@
 """The sharded trainer on gloo: two ranks equal one, and equal the local trainer.
 
-Two launches (one rank, then two) do everything once; the tests read what they told.
+Two launches (one rank with its state on the host, then two that recompute activations) do everything once; the tests
+read what they told.
 """
 
 from __future__ import annotations
