@@ -19,7 +19,8 @@ from rsi.admission.evidence import AdmissionConfig
 from rsi.admission.start_state import Eyes
 from rsi.admission.validate import ALL_GATES, GateResult, Validation, validate_fully
 from rsi.harbor.grade import Grader
-from rsi.harbor.task import TaskError, read_task
+from rsi.harbor.records import FormatError
+from rsi.harbor.task import read_task
 from rsi.sandbox import SandboxConfig, build_backend
 
 Show = Callable[[Path, Validation], None]
@@ -76,7 +77,7 @@ async def _judge(
 ) -> Validation:
     try:
         task = await asyncio.to_thread(read_task, path)
-    except (TaskError, OSError, RecursionError) as error:
+    except (FormatError, OSError, RecursionError) as error:
         return _all_after("structure", False, f"{error}" if not isinstance(error, RecursionError) else "too deep")
     try:
         return await validate_fully(task.files, grader, held_out, config, eyes)

@@ -282,9 +282,10 @@ class TimedSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output: int = 10_000,
+        user: str | None = None,
     ) -> ExecResult:
         done = await self._sandbox.exec(
-            command, timeout_s=timeout_s, cwd=cwd, env=env, stdin=stdin, max_output=max_output
+            command, timeout_s=timeout_s, cwd=cwd, env=env, stdin=stdin, max_output=max_output, user=user
         )
         self._clock.seconds += done.duration_s
         return done

@@ -101,7 +101,7 @@ def test_what_is_no_task_gets_a_verdict(what: str, tmp_path: Path, capsys: pytes
             os.mkfifo(path)
         case "an unreadable depth":
             write(path, sort_lines())
-            here = os.open(path, os.O_RDONLY)
+            here = os.open(path / "environment", os.O_RDONLY)
             for _ in range(1200):
                 os.mkdir("d", dir_fd=here)
                 below = os.open("d", os.O_RDONLY, dir_fd=here)
