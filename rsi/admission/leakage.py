@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rsi.admission.evidence import Evidence, Finding, Outputs, Unjudged
-from rsi.admission.start_state import StartState
+from rsi.admission.start_state import MAX_FILE_KB, StartState
 from rsi.harbor.task import verifier_files
 from rsi.types import Task
 
@@ -53,7 +53,10 @@ def new_contents(before: Outputs, after: Outputs) -> dict[str, bytes]:
     return {
         path: entry.content
         for path, entry in after.items()
-        if entry.kind == "file" and entry != before.get(path) and len(entry.content.strip()) >= MIN_SECRET_CHARS
+        if entry.kind == "file"
+        and entry != before.get(path)
+        and len(entry.content) <= MAX_FILE_KB << 10  # no larger file of the image is read either
+        and len(entry.content.strip()) >= MIN_SECRET_CHARS
     }
 
 
