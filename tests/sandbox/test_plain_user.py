@@ -12,7 +12,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import pathspec
 import pytest
+import tomli_w
 
 from rsi.sandbox import Image
 from rsi.sandbox.namespace import NamespaceBackend
@@ -47,6 +49,8 @@ def test_a_plain_user_gets_the_same(
     for file in ("rsi/types.py", ".pytest.ini"):
         shutil.copy(repo / file, copy / file)
     (copy / "rsi" / "__init__.py").write_text("")
+    for package in (tomli_w, pathspec):  # the base has pytest and nothing else of ours
+        shutil.copytree(package.__path__[0], copy / package.__name__)
     subprocess.run(["chown", "-hR", "1000:1000", home], check=True)
     command = ["setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups", f"{base}/usr/local/bin/python3", "-B"]
     result = subprocess.run(
