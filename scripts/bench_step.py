@@ -10,9 +10,8 @@ included; `train` counts trained tokens over the optimizer steps.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import runpy
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,9 +24,8 @@ def measure(recipe: Path, steps: int, overrides: list[str]) -> dict[str, dict[st
     with tempfile.TemporaryDirectory(prefix="rsi-bench-") as directory:
         run_dir = Path(directory) / "run"
         fixed = [f"steps={steps}", f"run_dir={run_dir}", "eval.before=false", "eval.after=false"]
-        sys.argv = ["self_play.py", str(recipe), *overrides, *fixed]
-        with contextlib.redirect_stdout(sys.stderr):
-            runpy.run_path(str(ROOT / "recipes" / "self_play.py"), run_name="__main__")
+        command = [sys.executable, "recipes/self_play.py", str(recipe.resolve()), *overrides, *fixed]
+        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     seconds = {
         name.removeprefix("seconds/"): sum(row.get(name, 0.0) for row in rows)
