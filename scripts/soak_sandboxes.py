@@ -104,7 +104,7 @@ def descendants(host_pid: int) -> set[Process]:
         for child in children.get(todo.pop(), []):
             found.add((child, start_time(child)))
             todo.append(child)
-    return found
+    return {(pid, start) for pid, start in found if start}  # one that has ended since it was listed has none
 
 
 def traces(host_pid: int, family: set[Process]) -> dict[str, int]:
