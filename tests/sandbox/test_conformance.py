@@ -15,6 +15,7 @@ import signal
 import pytest
 
 from rsi.sandbox import Backend, BuildError, Entry, Image, ImageSpec, Limits, Sandbox, SandboxError, Step
+from rsi.sandbox.docker_container import DockerSandbox
 
 pytestmark = pytest.mark.conformance
 
@@ -280,21 +281,21 @@ async def test_get_of_too_much_raises(any_box: Sandbox) -> None:
     with pytest.raises(SandboxError, match="more than 4999 bytes"):
         await any_box.get("/app", max_bytes=4999)
     made = await any_box.exec(["truncate", "-s", "1T", "/app/sparse"])
-    if made.exit_code == 0:
+    if isinstance(any_box, DockerSandbox):
+        assert made.exit_code == 128 + signal.SIGXFSZ  # an engine's containers bound the size of one file
+    else:
         with pytest.raises(SandboxError, match="more than"):
             await any_box.get("/app")
-    else:
-        assert made.exit_code == 128 + signal.SIGXFSZ  # this backend bounds the size of one file
     assert (await any_box.exec("rm /app/sparse")).exit_code == 0
 
 
-async def test_deep_nesting_comes_out_whole_or_as_an_error_and_never_hangs(any_box: Sandbox) -> None:
+async def test_deep_nesting_ends_a_get_in_an_error_and_not_in_a_hang(any_box: Sandbox) -> None:
     await any_box.exec(["python3", "-c", "import os\nfor i in range(3000): os.mkdir('d'); os.chdir('d')"])
-    try:
-        found = await any_box.get("/app")
-    except SandboxError:
-        found = None
-    assert found is None or len(found) == 3000
+    if isinstance(any_box, DockerSandbox):
+        assert len(await any_box.get("/app")) == 3000  # the engine's tar goes down all the way
+    else:
+        with pytest.raises(SandboxError):
+            await any_box.get("/app")
     assert (await any_box.exec("echo ok")).stdout == b"ok\n"
 
 
