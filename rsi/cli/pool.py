@@ -33,7 +33,7 @@ def add_pool(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--dot", action="store_true", help="for Graphviz: rsi pool graph RUN --dot | dot -Tsvg")
     form.add_argument("--json", action="store_true", help="one row a line, with its parent")
 
-    exporting = command("export", "copy the active environments as Harbor task directories", _export)
+    exporting = command("export", "copy the active environments as a Harbor dataset with its manifest", _export)
     exporting.add_argument("--harbor", type=Path, required=True, metavar="DIR", help="a new directory")
     exporting.add_argument("--evicted", action="store_true", help="those that were evicted, too")
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rsi.harbor.dataset import DatasetInfo, dataset_of, dataset_toml, task_folders
 from rsi.pool import JOURNAL, read_journal, task_folder
 
 Event = Mapping[str, Any]
@@ -108,7 +109,8 @@ def label(row: Event) -> str:
 
 
 def export(root: Path, rows: Sequence[Event], target: Path, evicted: bool = False) -> int:
-    """Copy the active tasks (`evicted`: all) to `target` as Harbor task directories; how many. `target` must be new."""
+    """Copy the active tasks (`evicted`: all) to `target` as a Harbor dataset: their directories and dataset.toml, which
+    holds their digests. Returns how many; `target` must be new."""
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty; name a directory that does not exist yet")
     chosen = {row["task"]: row for row in rows if evicted or row["evicted"] is None}
@@ -120,6 +122,9 @@ def export(root: Path, rows: Sequence[Event], target: Path, evicted: bool = Fals
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes(path.read_bytes())
                 copy.chmod(path.stat().st_mode & 0o777)
+    target.mkdir(parents=True, exist_ok=True)
+    dataset = dataset_of(DatasetInfo("rsi/pool", description="Exported by rsi pool export."), task_folders(target))
+    (target / "dataset.toml").write_bytes(dataset_toml(dataset))
     return len(chosen)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rsi.cli import main
+from rsi.harbor.dataset import parse_dataset, task_folders
 from rsi.harbor.task import new_task_files, read_task, task_from_files
 from rsi.pool import Pool, PoolConfig
 from rsi.report.pool import children, pool_rows
@@ -89,7 +90,9 @@ def test_export_writes_harbor_tasks_that_are_the_same_tasks(
 ) -> None:
     target = tmp_path / "out"
     assert run(capsys, "export", run_dir, "--harbor", target) == f"2 environments in {target}\n"
-    assert {read_task(folder).id for folder in target.iterdir()} == {SEED.id, CHILD.id}
+    assert {read_task(folder).id for folder in task_folders(target)} == {SEED.id, CHILD.id}
+    dataset, unknown = parse_dataset((target / "dataset.toml").read_bytes())
+    assert {ref.digest for ref in dataset.tasks} == {SEED.id, CHILD.id} and not unknown
     assert main(["pool", "export", str(run_dir), "--harbor", str(target)]) == 2
     assert "is not empty" in capsys.readouterr().err
     assert run(capsys, "export", run_dir, "--harbor", tmp_path / "all", "--evicted").startswith("3 environments")
