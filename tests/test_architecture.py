@@ -100,7 +100,7 @@ def breaches(module: str, source: str) -> list[str]:
     found = []
     for name, line in imported(ast.parse(source)):
         top = name.split(".")[0]
-        is_eval = top == "rsi_eval" and module != "rsi.cli" and not within(module, "rsi_eval")
+        is_eval = top == "rsi_eval" and not within(module, "rsi.cli") and not within(module, "rsi_eval")
         if top in ("recipes", "tests") or is_eval:
             found.append(f"{module}:{line} imports {name}; nobody imports recipes, tests or eval")
         if allowed is not None and top in ("rsi", "rsi_kernels") and not any(within(name, p) for p in allowed):
